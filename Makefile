@@ -1,0 +1,48 @@
+# Every target works straight after a clone: it makes .venv first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PEERS  := .venv-peers
+PSTAMP := $(PEERS)/.installed
+
+.PHONY: env demo test lint test-peers bench clean
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: env
+	$(BIN)/python examples/demo.py --out out/demo
+
+test: env
+	$(BIN)/python -m pytest -n 2
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Opt-in: the peers of the field, as oracles and rivals, in an environment of their own.
+$(PSTAMP): pyproject.toml constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  laplace-torch==0.3 curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 asdfghjkl
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  torchmetrics einops einconv opt_einsum unfoldNd linear_operator -e ".[dev]"
+	touch $@
+
+test-peers: $(PSTAMP)
+	$(PEERS)/bin/python -m pytest tests/peers -o addopts="-q --import-mode=importlib" -W default
+
+bench: $(PSTAMP)
+	$(PEERS)/bin/python benchmarks/exact.py
+
+clean:
+	rm -rf $(VENV) $(PEERS) out

@@ -1,0 +1,31 @@
+"""Lapwing turns a trained PyTorch network into a Bayesian one: error bars, evidence, and the prior and noise that
+the evidence picks."""
+
+from lapwing import curvature, errors, likelihoods, operators, predictive, priors, tangent, tune
+from lapwing.api import Laplace, from_state, laplace, load
+from lapwing.curvature import accumulate
+from lapwing.posterior import condition
+from lapwing.predictive import Prediction, predict
+from lapwing.tangent import linearize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Laplace",
+    "Prediction",
+    "accumulate",
+    "condition",
+    "curvature",
+    "errors",
+    "from_state",
+    "laplace",
+    "likelihoods",
+    "linearize",
+    "load",
+    "operators",
+    "predict",
+    "predictive",
+    "priors",
+    "tangent",
+    "tune",
+]

@@ -1,0 +1,373 @@
+"""The thin shell: strings become objects here, and nowhere else.
+
+la   = laplace(model, data, "categorical")     fit: one pass over the data
+la   = la.tuned()                              prior and noise by evidence: a new object
+pred = la.predict(x)                           error bars
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing import curvature, io, likelihoods, priors, tree, tune
+from lapwing.curvature import BUDGET, Factor, Probe, State, accumulate, probe
+from lapwing.data import as_batches, passes
+from lapwing.errors import InvalidValue
+from lapwing.evidence import effective_dimension, log_evidence
+from lapwing.posterior import Gaussian, condition
+from lapwing.predictive import Prediction, predict
+from lapwing.tangent import TangentModel, linearize
+from lapwing.tree import Layout
+from lapwing.tune import Tuning
+
+SMALL = 4_000  # structure="auto": full while min(P, N·C) stays within this
+FEW_OUTPUTS = 16  # factor="auto": exact up to this many outputs
+STRUCTURES = {"full": curvature.Full, "diag": curvature.Diagonal}
+LIKELIHOODS = {
+    "gaussian": likelihoods.Gaussian,
+    "categorical": likelihoods.Categorical,
+    "bernoulli": likelihoods.Bernoulli,
+}
+
+
+# -- strings become objects --------------------------------------------------------------------------------------
+
+
+def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
+    if isinstance(likelihood, likelihoods.Likelihood):
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in LIKELIHOODS:
+        return LIKELIHOODS[likelihood]()
+    raise InvalidValue(f"likelihood must be one of {list(LIKELIHOODS)} or an object, got {likelihood!r}")
+
+
+def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussian:
+    if isinstance(prior, (int, float, Tensor)) and not isinstance(prior, bool):
+        prior = priors.Gaussian(prior) if torch.as_tensor(prior).ndim == 0 else priors.Gaussian(prior, per="weight")
+    elif prior == "layerwise":
+        prior = priors.Gaussian(1.0, per="layer")
+    elif isinstance(prior, Mapping):
+        prior = priors.Gaussian(prior)
+    if not hasattr(prior, "bind"):
+        raise InvalidValue(f"prior must be a precision, 'layerwise', {{glob: precision}} or an object, got {prior!r}")
+    return prior.bind(layout, device)
+
+
+def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
+    if structure == "auto":
+        small = min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL
+        structure = "full" if small else "diag"
+    if isinstance(structure, str):
+        if structure not in STRUCTURES:
+            raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
+        return STRUCTURES[structure](memory_budget=memory_budget)
+    return structure
+
+
+def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood) -> Factor:
+    if factor == "auto":
+        several = (
+            len(likelihood.curvature_weights("exact")) > 1
+        )  # noise per output: only the exact factor keeps it apart
+        return Factor("exact" if seen.outputs <= FEW_OUTPUTS or several else "monte_carlo")
+    return Factor(factor) if isinstance(factor, str) else factor
+
+
+def as_budget(memory_budget: int | None) -> int:
+    if memory_budget is None:
+        return BUDGET
+    if not isinstance(memory_budget, int) or memory_budget < 2**16:
+        raise InvalidValue(f"memory_budget is a number of bytes, at least {2**16}; got {memory_budget!r}")
+    return memory_budget
+
+
+# -- the object --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Laplace:
+    """A network with a Gaussian posterior over its weights. Frozen: every method that changes something returns
+    a new object; the curvature is shared."""
+
+    state: State
+    prior: priors.Gaussian
+    likelihood: likelihoods.Likelihood
+    center: str = "map"
+    tuning: Tuning | None = None
+    memory_budget: int = BUDGET
+    frozen: tuple[str, ...] = field(default=())  # parameters that are not Bayesian
+
+    @property
+    def tangent(self) -> TangentModel:
+        return self.state.tangent
+
+    @cached_property
+    def posterior(self) -> Gaussian:
+        with torch.no_grad():
+            return condition(self.state, self.prior, self.likelihood)
+
+    @property
+    def coverage(self) -> dict[str, str]:
+        """Parameter -> how it is treated."""
+        return {**self.state.coverage, **dict.fromkeys(self.frozen, "frozen")}
+
+    # -- evidence -------------------------------------------------------------------------------------------------
+
+    def log_evidence(self, center: str | None = None, prior: Any = None, likelihood: Any = None) -> Tensor:
+        """log p(D), 0-dim float64; differentiable in hyperparameters that require grad."""
+        if (center or self.center) != "map":
+            raise InvalidValue(f"center must be 'map' (the trained weights), got {center!r}")
+        return log_evidence(self.state, self._prior(prior), self._likelihood(likelihood))
+
+    def effective_dimension(self) -> Tensor:
+        """How many directions the data determine, for each prior group."""
+        return effective_dimension(self.state, self.prior, self.likelihood)
+
+    def tuned(self, method: str = "evidence", fixed: tuple[str, ...] = (), data: Any = None) -> Laplace:
+        """A new object with the prior precision and noise that the evidence picks (at the trained weights).
+
+        method: "evidence" follows the gradient; "mackay" iterates λ = γ/‖θ‖². fixed: hyperparameters to hold.
+        """
+        methods = {"evidence": tune.evidence, "mackay": tune.mackay}
+        if method not in methods:
+            raise InvalidValue(f"method must be one of {list(methods)}, got {method!r}")
+        if data is not None:
+            raise InvalidValue(
+                f"method={method!r} reads no data: the evidence is of the data already fitted; drop data="
+            )
+        fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
+        prior, likelihood, tuning = methods[method](self.state, self.prior, self.likelihood, fixed)
+        return replace(self, prior=prior, likelihood=likelihood, tuning=tuning)
+
+    # -- new objects ----------------------------------------------------------------------------------------------
+
+    def replace(self, prior: Any = None, likelihood: Any = None) -> Laplace:
+        """The same curvature under another prior or noise."""
+        return replace(self, prior=self._prior(prior), likelihood=self._likelihood(likelihood), tuning=None)
+
+    def updated(self, more_data: Any, *, progress: bool = False) -> Laplace:
+        """The same as a fit over the old and the new data."""
+        more = accumulate(
+            self.state.structure,
+            self.tangent,
+            self.likelihood,
+            more_data,
+            self.state.factor,
+            progress=progress,
+        )
+        return replace(self, state=self.state + more, tuning=None)
+
+    # -- predictions ----------------------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        x: Any,
+        link: str = "auto",
+        joint: bool = False,
+        mean: str = "network",
+        via: str = "tangent",
+        *,
+        samples: int = 64,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Predict with error bars.
+
+        link: "auto", "probit", "probit_centered", "bridge" or "monte_carlo", for classes.
+        joint: the covariance over all inputs together.
+        mean: "network", or "tangent" for h(x, v̄); the same while the center is the trained weights.
+        via: "tangent", or "network" to draw `samples` weights and run the network itself: that underfits.
+        """
+        if mean not in ("network", "tangent"):
+            raise InvalidValue(f"mean must be 'network' or 'tangent', got {mean!r}")
+        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), x)
+        return predict(
+            self.tangent,
+            self.posterior,
+            self.likelihood,
+            inputs,
+            link,
+            joint=joint,
+            via=via,
+            samples=samples,
+            generator=generator,
+            memory_budget=self.memory_budget,
+        )
+
+    def __call__(self, x: Any) -> Prediction:
+        return self.predict(x)
+
+    def draw(self, n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """n weight samples, {parameter: (n, *shape)}: absolute weights, in the network's dtype."""
+        flat = self.posterior.draw(n, generator).to(self.tangent.dtype)
+        each = [self.tangent.embed(self.tangent.layout.unflatten(vector)) for vector in flat]
+        return {name: torch.stack([e[name] for e in each]) for name in self.tangent.layout.names}
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file, whole or not at all."""
+        tensors, header = io.pack_state(self.state)
+        more, objects = io.pack_objects(self.prior, self.likelihood)
+        tuning = None if self.tuning is None else vars(self.tuning)
+        extra = {
+            "schema": io.SCHEMA,
+            "center": self.center,
+            "tuning": tuning,
+            "memory_budget": self.memory_budget,
+            "forward_hook": self.tangent.custom_forward,
+        }
+        io.write(path, tensors | more, header | objects | extra)
+
+    # -- in a terminal --------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        how = f"tuned by {self.tuning.method} at the {self.tuning.center}" if self.tuning else "not tuned"
+        values = self.prior.precision.reshape(-1)
+        shown = (
+            f"{float(values[0]):.4g}"
+            if values.numel() == 1
+            else f"{values.numel()} values, {float(values.min()):.3g} to {float(values.max()):.3g}"
+        )
+        noise = "".join(f", {k}={_numbers(v)}" for k, v in self.likelihood.hyperparameters.items())
+        return (
+            f"Laplace({self.likelihood.name}{noise}; {self.state.structure}, {self.state.factor} factor; "
+            f"{self.state.layout.size:,} parameters, {self.state.n:,} examples; prior precision {shown}; {how})"
+        )
+
+    def _prior(self, prior: Any) -> priors.Gaussian:
+        return self.prior if prior is None else as_prior(prior, self.state.layout, self.tangent.device)
+
+    def _likelihood(self, likelihood: Any) -> likelihoods.Likelihood:
+        if likelihood is None:
+            return self.likelihood
+        likelihood = as_likelihood(likelihood).to(self.tangent.device)
+        weights = len(likelihood.curvature_weights(self.state.factor.kind))
+        if likelihood.name != self.state.likelihood or weights not in (1, self.state.weights):
+            raise InvalidValue(
+                f"the curvature was accumulated for {self.state.likelihood} with {self.state.weights} weights; "
+                f"it cannot serve {likelihood.name} with {weights}: fit again"
+            )
+        return likelihood
+
+
+def _numbers(value: Tensor) -> str:
+    return f"{float(value):.4g}" if value.numel() == 1 else "[" + ", ".join(f"{v:.4g}" for v in value.tolist()) + "]"
+
+
+# -- the verbs ---------------------------------------------------------------------------------------------------
+
+
+def laplace(
+    model: nn.Module,
+    data: Any,
+    likelihood: Any,
+    *,
+    structure: Any = "auto",
+    subset: Any = "all",
+    prior: Any = 1.0,
+    factor: Any = "auto",
+    forward: Any = None,
+    memory_budget: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> Laplace:
+    """Turn a trained network into a Bayesian one, by one pass over its training data.
+
+    data: a DataLoader, a Dataset or (X, y). likelihood: "gaussian", "categorical", "bernoulli" or an object.
+    structure: "auto", "full", "diag" or an object. subset: "all", "last_layer", globs or {name: mask}.
+    prior: a precision, "layerwise", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
+    "empirical", "hessian" or an object. memory_budget: bytes of working memory (1 GiB).
+    """
+    budget = as_budget(memory_budget)
+    likelihood = as_likelihood(likelihood)
+    batches = as_batches(data)
+    device = (
+        next((p.device for p in model.parameters()), torch.device("cpu"))
+        if isinstance(model, nn.Module)
+        else torch.device("cpu")
+    )
+    example = next(iter(passes(batches, device)))[0]
+    tangent = linearize(model, subset, forward=forward, example=example)
+    bound = as_prior(prior, tangent.layout, tangent.device)
+    seen = probe(tangent, batches)
+    chosen = as_structure(structure, seen, budget)
+    likelihood = likelihood.to(tangent.device)
+    state = accumulate(
+        chosen,
+        tangent,
+        likelihood,
+        batches,
+        as_factor(factor, seen, likelihood),
+        generator=generator,
+        progress=progress,
+    )
+    return _assemble(state, bound, likelihood, budget)
+
+
+def from_state(state: State, model: nn.Module, prior: Any, likelihood: Any) -> Laplace:
+    """A Laplace object from a state (merged from shards, say) and the network that it was accumulated at."""
+    tangent = state.tangent
+    fresh = linearize(model, _subset_of(tangent.layout, model), forward=tangent.forward)
+    io.check_weights(fresh, state.fingerprints, {n: list(s) for n, s in tangent.layout.shapes.items()}, "the state")
+    device = fresh.device
+    return _assemble(
+        replace(state, tangent=fresh),
+        as_prior(prior, fresh.layout, device),
+        as_likelihood(likelihood).to(device),
+        BUDGET,
+    )
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None) -> Laplace:
+    """Load what `la.save` wrote, for the network that it was fitted at.
+
+    A fit with a forward hook needs the same hook again: functions are not saved.
+    """
+    tensors, header = io.read(path)
+    if header["forward_hook"] and forward is None:
+        raise InvalidValue(f"{path} was fitted with a forward= hook, which is not saved; pass it to load again")
+    shapes = header["parameters"]
+    named = dict(model.named_parameters())
+    for name, shape in shapes.items():
+        if name not in named:
+            raise InvalidValue(f"{path} was saved from another architecture: the model has no parameter {name}")
+        if list(named[name].shape) != shape:
+            raise InvalidValue(
+                f"{path}: parameter {name} has shape {tuple(named[name].shape)} here and {tuple(shape)} in the file"
+            )
+    masks = {name: tensors.get(f"mask.{name}", torch.ones(shape, dtype=torch.bool)) for name, shape in shapes.items()}
+    tangent = linearize(model, masks, forward=forward)
+    io.check_weights(tangent, header["fingerprints"], shapes, path)
+    state = io.unpack_state(tensors, header, tangent)
+    prior, likelihood = io.unpack_objects(tensors, header, tangent.layout)
+    bound = prior.bind(tangent.layout, tangent.device)
+    la = _assemble(state, bound, likelihood.to(tangent.device), header["memory_budget"])
+    tuning = header["tuning"]
+    if tuning is not None:
+        plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tuning.items()}
+        tuning = Tuning(**plain)
+    return replace(la, center=header["center"], tuning=tuning)
+
+
+def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:
+    if likelihood.name != state.likelihood:
+        raise InvalidValue(f"the state was accumulated for {state.likelihood}, not for {likelihood.name}")
+    frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in state.layout.shapes)
+    return Laplace(state, prior, likelihood, memory_budget=budget, frozen=frozen)
+
+
+def _subset_of(layout: Layout, model: nn.Module) -> dict[str, Tensor]:
+    """A layout as {name: mask}, for the parameters that the model has."""
+    named = dict(model.named_parameters())
+    return {
+        name: layout.masks.get(name, torch.ones(shape, dtype=torch.bool))
+        for name, shape in layout.shapes.items()
+        if name in named and named[name].shape == shape
+    }

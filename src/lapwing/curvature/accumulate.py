@@ -1,0 +1,142 @@
+"""The one loop over data: batches in, a State out, for every structure and every output factor.
+
+A structure gives an *accumulator*, mutable only inside this loop:
+
+    forward(x) -> f              run the network on a batch
+    observe(x, y, f, u, column)  add Σ_n J_nᵀ u_n u_nᵀ J_n for cotangents u (n, K, ..., c)
+    finish() -> (sums, batches)  what the State keeps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing import data as loading
+from lapwing.curvature.factor import Factor, cotangents, output_factor
+from lapwing.curvature.state import State
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
+from lapwing.tangent import TangentModel
+
+
+class Accumulator(Protocol):
+    def forward(self, x: Any) -> Tensor: ...
+
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None: ...
+
+    def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]: ...
+
+
+class Structure(Protocol):
+    """A frozen dataclass that says how G is stored."""
+
+    def resolved(self, probe: Probe, factor: Factor) -> Any:
+        """Itself, with every automatic choice made."""
+        ...
+
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor) -> Accumulator: ...
+
+    def operator(self, state: State, weights: Tensor) -> Any:
+        """Σ_g w_g G_g as an operator, without the prior."""
+        ...
+
+    def coverage(self, tangent: TangentModel) -> dict[str, str]:
+        """How each selected parameter is treated."""
+        ...
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one batch tells about a problem."""
+
+    n: int  # examples in all
+    positions: int
+    outputs: int
+    parameters: int
+    inputs: Any  # of the first batch
+
+
+def probe(tangent: TangentModel, batches: Iterable[Any]) -> Probe:
+    """Look at the first batch, and count the examples (by a pass, where the data cannot tell)."""
+    first = next(iter(loading.passes(batches, tangent.device)))[0]
+    f = tangent(first)
+    n = loading.examples(batches)
+    if n is None:
+        n = sum(len(y) for _, y in loading.passes(batches, tangent.device, label="counting"))
+    return Probe(n, f[0, ..., 0].numel(), f.shape[-1], tangent.layout.size, first)
+
+
+def accumulate(
+    structure: Any,
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    data: Any,
+    factor: Factor | str = "exact",
+    *,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> State:
+    """Accumulate the curvature of a network over data in one pass."""
+    factor = Factor(factor) if isinstance(factor, str) else factor
+    generator = generator or torch.Generator().manual_seed(0)
+    batches = loading.as_batches(data)
+    weights = likelihood.curvature_weights(factor.kind)
+    structure = structure.resolved(probe(tangent, batches), factor)
+    accumulator = structure.start(tangent, likelihood, factor)
+    n, statistics = 0, {}  # type: ignore[var-annotated]
+    for x, y in loading.passes(batches, tangent.device, progress, str(structure)):
+        loading.check_finite(x, "the inputs")
+        f = accumulator.forward(x)
+        _check_outputs(f, y)
+        flat, targets = flat_outputs(f), flat_targets(f, y)
+        likelihood.validate(flat, targets)
+        for key, value in likelihood.statistics(flat, targets).items():
+            statistics[key] = statistics[key] + value if key in statistics else value
+        S = (
+            flat.new_zeros(len(flat), 1, 1)
+            if factor.kind == "hessian"
+            else output_factor(factor, likelihood, flat, targets, generator)
+        )
+        u, column = cotangents(factor, S, len(f))
+        accumulator.observe(x, y, f, u.reshape(*u.shape[:2], *f.shape[1:]) if factor.kind != "hessian" else u, column)
+        n += len(f)
+    sums, kept = accumulator.finish()
+    return State(
+        structure=structure,
+        factor=factor,
+        likelihood=likelihood.name,
+        weights=len(weights),
+        tangent=tangent,
+        fingerprints=tangent.fingerprints(),
+        n=n,
+        statistics=statistics,
+        sums=sums,
+        batches=kept,
+        coverage=structure.coverage(tangent),
+    )
+
+
+def flat_outputs(f: Tensor) -> Tensor:
+    """Outputs (n, ..., c) as rows (n·q, c), in float32 or better."""
+    return f.reshape(-1, f.shape[-1]).to(torch.promote_types(f.dtype, torch.float32))
+
+
+def flat_targets(f: Tensor, y: Tensor) -> Tensor:
+    """Targets with their positions flattened like the outputs'; shapes that do not fit are left for validate."""
+    if y.shape == f.shape:
+        return y.reshape(-1, f.shape[-1])
+    return y.reshape(-1) if y.shape == f.shape[:-1] else y
+
+
+def _check_outputs(f: Tensor, y: Any) -> None:
+    if not isinstance(y, Tensor):
+        raise InvalidValue(f"targets must be a tensor, got {type(y).__name__}")
+    if f.shape[0] != (y.shape[0] if y.ndim else 0):
+        raise InvalidValue(f"the model gives {f.shape[0]} outputs for {tuple(y.shape)} targets; batch sizes must agree")
+    if not torch.isfinite(f).all():
+        raise InvalidValue("the network's outputs hold NaN or infinite values; check weights and inputs")

@@ -1,0 +1,161 @@
+"""The exact curvature: G = Σ_n J_nᵀ S_n S_nᵀ J_n, as a P × P matrix (primal) or by its NC rows (dual).
+
+Primal keeps G_g, one lower-triangular sum a curvature weight, accumulated in float64 from buffered rows R = SᵀJ.
+Dual keeps inputs and cotangents and makes R when the operator needs it: whole, where it fits the memory budget,
+else by ranges of columns. form="auto" takes the smaller of P and NC.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing import tree
+from lapwing.curvature.accumulate import Accumulator, Probe
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.hessian import HessianSum
+from lapwing.curvature.state import State
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal
+from lapwing.tangent import StreamedRows, TangentModel, pieces_of
+
+BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
+ROWS = 2048  # rows gathered before they are multiplied
+PANEL = 768  # columns of the lower triangle multiplied at a time
+
+
+@dataclass(frozen=True)
+class Full:
+    form: str = "auto"  # "primal", "dual" or "auto"
+    memory_budget: int = field(default=BUDGET, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.form not in ("auto", "primal", "dual"):
+            raise InvalidValue(f"form must be 'auto', 'primal' or 'dual', got {self.form!r}")
+
+    def __str__(self) -> str:
+        return "full" if self.form == "auto" else f"full ({self.form})"
+
+    def resolved(self, probe: Probe, factor: Factor) -> Full:
+        rows = probe.n * factor.columns(probe.outputs, probe.positions)
+        form = self.form
+        if factor.kind == "hessian":
+            if form == "dual":
+                raise InvalidValue("factor='hessian' has no root, so no dual form; use form='primal'")
+            form = "primal"
+        elif form == "auto":
+            form = "primal" if probe.parameters <= rows else "dual"
+        side = probe.parameters if form == "primal" else rows
+        if 16 * side**2 > _physical_memory():
+            raise InvalidValue(
+                f"structure='full' ({form}) needs a {side} x {side} matrix, {8 * side**2 / 1e9:.3g} GB twice; "
+                "use structure='kron' or 'diag', subset='last_layer', or fewer data"
+            )
+        return replace(self, form=form)
+
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor) -> Accumulator:
+        groups = len(likelihood.curvature_weights(factor.kind))
+        if factor.kind == "hessian":
+            return HessianSum(tangent, likelihood, groups)
+        return DualRows(tangent) if self.form == "dual" else GramSum(tangent, groups, self.memory_budget)
+
+    def operator(self, state: State, weights: Tensor) -> Any:
+        if self.form == "primal":
+            gram = state.sums["gram"]
+            psd = state.factor.kind != "hessian"
+            if len(weights) == 1:
+                return Dense(gram[0], weights[0], psd=psd, cache=state.cache)
+            return Dense(torch.einsum("g,gab->ab", weights, gram), psd=psd)
+        index = _row_weights(state, len(weights)).to(weights.device)
+        m = sum(u.shape[0] * u.shape[1] for _, u in state.batches)
+        return RootPlusDiagonal(
+            self._rows(state),
+            Diagonal(weights, m, None if len(weights) == 1 else index),
+            cache=state.cache,
+        )
+
+    def _rows(self, state: State) -> Any:
+        rows = StreamedRows(state.tangent, state.batches, self.memory_budget)
+        if rows.bytes > self.memory_budget:
+            return rows
+        if "rows" not in state.cache:
+            state.cache["rows"] = HeldRows(rows.block(0, rows.shape[1]).to(torch.float64))
+        return state.cache["rows"]
+
+    def coverage(self, tangent: TangentModel) -> dict[str, str]:
+        return dict.fromkeys(tangent.layout.names, f"exact ({self.form})")
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _row_weights(state: State, groups: int) -> Tensor:
+    """Which curvature weight each row has, (m,): with one a column, that column."""
+    parts = [torch.arange(u.shape[1]).remainder(groups).expand(u.shape[0], -1) for _, u in state.batches]
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+class GramSum:
+    """G += RᵀR over batches, lower triangle, float64."""
+
+    def __init__(self, tangent: TangentModel, groups: int, budget: int) -> None:
+        p = tangent.layout.size
+        self.tangent, self.groups, self.budget = tangent, groups, budget
+        self.gram = torch.zeros(groups, p, p, dtype=torch.float64, device=tangent.device)
+        self.held: list[Tensor] = []  # (n, K, p) rows waiting to be multiplied
+
+    def forward(self, x: Any) -> Tensor:
+        return self.tangent(x)
+
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        each = u.shape[1] * self.tangent.layout.size * 8
+        for piece, cotangent in pieces_of(x, u.to(f), each, self.budget // 4):
+            rows = self.tangent.pulled(piece, cotangent)
+            self.held.append(rows)
+            if sum(r.shape[0] * r.shape[1] for r in self.held) >= max(1, min(ROWS, self.budget // (4 * each))):
+                self.flush()
+
+    def flush(self) -> None:
+        if not self.held:
+            return
+        rows = torch.cat(self.held).to(torch.float64)  # (n, K, p)
+        self.held = []
+        for g in range(self.groups):
+            mine = rows if self.groups == 1 else rows[:, g :: self.groups]
+            _add_gram(self.gram[g], mine.reshape(-1, rows.shape[-1]))
+
+    def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        self.flush()
+        lower = self.gram.tril(-1)
+        return {"gram": lower + lower.mT + torch.diag_embed(self.gram.diagonal(dim1=-2, dim2=-1))}, ()
+
+
+def _add_gram(gram: Tensor, rows: Tensor) -> None:
+    """gram += rowsᵀ rows on and below the diagonal blocks: nearly half the multiplications."""
+    for start in range(0, gram.shape[0], PANEL):
+        stop = start + PANEL
+        gram[start:, start:stop].addmm_(rows[:, start:].mT, rows[:, start:stop])
+
+
+class DualRows:
+    """Keeps inputs and cotangents; the rows are made when the operator asks."""
+
+    def __init__(self, tangent: TangentModel) -> None:
+        self.tangent = tangent
+        self.batches: list[tuple[Any, Tensor]] = []
+
+    def forward(self, x: Any) -> Tensor:
+        return self.tangent(x)
+
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        kept = tree.map_tensors(lambda t: t.detach().clone(), x)
+        self.batches.append((kept, u.to(f).contiguous()))
+
+    def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]:
+        return {}, tuple(self.batches)

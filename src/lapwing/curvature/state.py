@@ -1,0 +1,72 @@
+"""The curvature of a network over data, as sums that add.
+
+    state(A ∪ B) = state(A) + state(B)
+
+`sums` hold what the structure accumulates, `statistics` what the likelihood needs to say how well the network
+fits; both add. `batches`, for the dual form only, are inputs with their cotangents; they concatenate, so a dual
+state holds data. Nothing in a state depends on the prior, nor on the noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from lapwing.curvature.factor import Factor
+from lapwing.errors import InvalidValue
+from lapwing.tangent import TangentModel
+from lapwing.tree import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    structure: Any
+    factor: Factor
+    likelihood: str  # its name
+    weights: int  # how many curvature weights the likelihood has
+    tangent: TangentModel
+    fingerprints: dict[str, str]  # of every weight and buffer of the network
+    n: int  # examples
+    statistics: dict[str, Tensor]
+    sums: dict[str, Tensor]
+    batches: tuple[tuple[Any, Tensor], ...] = ()  # (inputs, cotangents (n, K, ..., c))
+    coverage: dict[str, str] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)  # factorizations, made on demand
+
+    @property
+    def layout(self) -> Layout:
+        return self.tangent.layout
+
+    @property
+    def holds_data(self) -> bool:
+        return bool(self.batches)
+
+    def __add__(self, other: State) -> State:
+        for what, mine, theirs in [
+            ("structures", self.structure, other.structure),
+            ("output factors", self.factor, other.factor),
+            ("likelihoods", (self.likelihood, self.weights), (other.likelihood, other.weights)),
+        ]:
+            if mine != theirs:
+                raise InvalidValue(f"states of different {what} do not add: {mine} and {theirs}")
+        if not self.layout.same_as(other.layout):
+            raise InvalidValue("states over different parameters do not add; use the same network and subset")
+        differ = [n for n in self.fingerprints if self.fingerprints[n] != other.fingerprints.get(n)]
+        if differ:
+            raise InvalidValue(f"states at different weights do not add; {differ[0]} differs")
+        return replace(
+            self,
+            n=self.n + other.n,
+            statistics={k: v + other.statistics[k] for k, v in self.statistics.items()},
+            sums={k: v + other.sums[k] for k, v in self.sums.items()},
+            batches=self.batches + other.batches,
+            cache={},
+        )
+
+    def __repr__(self) -> str:
+        size = sum(t.numel() * t.element_size() for t in self.sums.values())
+        data = ", holds its data" if self.holds_data else ""
+        what = f"{self.structure}, factor={self.factor}, n={self.n}, p={self.layout.size}"
+        return f"State({what}, {size / 1e6:.3g} MB{data})"

@@ -1,0 +1,149 @@
+"""Data as batches of (inputs, targets): what a user hands over, checked and made iterable.
+
+`as_batches` takes a DataLoader (or any re-iterable of batches), a Dataset, or a pair (X, y) of trees of tensors.
+A batch is (inputs, targets), inputs any tree that the model takes; or a mapping with its targets under "labels".
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from tqdm.auto import tqdm
+
+from lapwing import tree
+from lapwing.errors import InvalidValue, LapwingWarning
+
+BATCH = 256  # examples a batch where the user gives whole tensors or a Dataset
+
+
+@dataclass(frozen=True)
+class TensorBatches:
+    """A pair (X, y) of whole tensors, cut into batches in order."""
+
+    inputs: Any
+    targets: Any
+    size: int = BATCH
+
+    def __len__(self) -> int:
+        return -(-self.n // self.size)
+
+    @property
+    def n(self) -> int:
+        return tree.batch_size(self.inputs)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for start in range(0, self.n, self.size):
+            index = slice(start, start + self.size)
+            yield tree.rows_of(self.inputs, index), tree.rows_of(self.targets, index)
+
+
+def as_batches(data: Any) -> Iterable[Any]:
+    """Make batches from a DataLoader, a Dataset, a pair (X, y), or any re-iterable of batches."""
+    if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list)):
+        inputs, targets = (_as_tensors(part) for part in data)
+        n, m = tree.batch_size(inputs), tree.batch_size(targets)
+        if n != m:
+            raise InvalidValue(f"X has {n} examples and y has {m}; give one target for each example")
+        return TensorBatches(inputs, targets)
+    if isinstance(data, DataLoader):
+        _warn_dropped(data)
+        return data
+    if isinstance(data, Dataset):
+        return DataLoader(data, batch_size=BATCH)
+    if isinstance(data, Iterator):
+        raise InvalidValue("data is a one-pass iterator; give a DataLoader, a Dataset, a list of batches or (X, y)")
+    if isinstance(data, Iterable) and not isinstance(data, (Tensor, np.ndarray, str, Mapping)):
+        return data
+    raise InvalidValue(
+        f"data must be a DataLoader, a Dataset, a list of batches or a pair (X, y); got {type(data).__name__}"
+    )
+
+
+def _as_tensors(part: Any) -> Any:
+    """Arrays become tensors of the same dtype; nothing is cast."""
+    if isinstance(part, np.ndarray):
+        return torch.from_numpy(part)
+    if isinstance(part, Mapping):
+        return {key: _as_tensors(value) for key, value in part.items()}
+    return part
+
+
+def _warn_dropped(loader: DataLoader) -> None:
+    if dropped(loader):
+        warnings.warn(
+            f"the loader has drop_last=True and leaves out {dropped(loader)} of {len(loader.dataset)} examples; "  # type: ignore[arg-type]
+            "curvature and evidence are sums over data: build it with drop_last=False",
+            LapwingWarning,
+            stacklevel=4,
+        )
+
+
+def dropped(loader: Any) -> int:
+    """How many examples a DataLoader leaves out because of drop_last."""
+    if not isinstance(loader, DataLoader) or not loader.drop_last or isinstance(loader.dataset, IterableDataset):
+        return 0
+    n = examples(loader)
+    return n % loader.batch_size if n and loader.batch_size else 0
+
+
+def examples(batches: Iterable[Any]) -> int | None:
+    """The number of examples, where it can be told without a pass; else None."""
+    if isinstance(batches, TensorBatches):
+        return batches.n
+    if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+        sampler = batches.sampler if isinstance(batches.sampler, Sized) else batches.dataset
+        return len(sampler) if isinstance(sampler, Sized) else None
+    if isinstance(batches, (list, tuple)):
+        return sum(tree.batch_size(split(batch)[1]) for batch in batches)
+    return None
+
+
+def split(batch: Any) -> tuple[Any, Any]:
+    """Cut a batch into inputs and targets."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    raise InvalidValue(
+        f"a batch must be (inputs, targets) or a mapping with 'labels'; got {type(batch).__name__}"
+        + (f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+    )
+
+
+def check_finite(inputs: Any, what: str) -> None:
+    for tensor in tree.tensors(inputs):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise InvalidValue(f"{what} hold {bad} NaN or infinite values; clean the data before fitting")
+
+
+def passes(
+    batches: Iterable[Any], device: torch.device, progress: bool = False, label: str = "curvature"
+) -> Iterator[tuple[Any, Any]]:
+    """One pass over the data, on the model's device, with the user's random state left as it was."""
+    seen = False
+    total = len(batches) if isinstance(batches, Sized) else None
+    with _unchanged_rng():
+        for batch in tqdm(batches, total=total, desc=label, disable=not progress, leave=False):
+            seen = True
+            inputs, targets = split(batch)
+            yield tuple(tree.map_tensors(lambda t: t.to(device), part) for part in (inputs, targets))
+    if not seen:
+        raise InvalidValue("the data hold no batch; give at least one example")
+
+
+@contextmanager
+def _unchanged_rng() -> Iterator[None]:
+    """Shuffling loaders draw from the global generators: give those back as they were found."""
+    numpy_state = np.random.get_state()  # noqa: NPY002 - it is the user's legacy state that is kept
+    with torch.random.fork_rng():
+        yield
+    np.random.set_state(numpy_state)  # noqa: NPY002

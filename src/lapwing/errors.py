@@ -1,0 +1,27 @@
+"""The errors and warnings of Lapwing. Each message says what was asked, what was got, and what to do."""
+
+from __future__ import annotations
+
+
+class LapwingError(Exception):
+    """Base of every error that Lapwing raises on purpose."""
+
+
+class InvalidValue(LapwingError, ValueError):
+    """An argument, a batch, a label or a file has a value that cannot be used."""
+
+
+class Unsupported(LapwingError, TypeError):
+    """Two parts were combined that have no rule for each other; the message names alternatives."""
+
+
+class NotPositiveDefinite(LapwingError, ArithmeticError):
+    """A precision that must be positive definite is not; the message names its least eigenvalue."""
+
+
+class NotConverged(LapwingError, RuntimeError):
+    """An iteration ended without meeting its stopping rule."""
+
+
+class LapwingWarning(UserWarning):
+    """Something the user should know about, that does not make the answer wrong."""

@@ -1,0 +1,195 @@
+"""Saving and loading: one safetensors file, tensors plus a JSON header. No pickle anywhere.
+
+The header holds the schema, likelihood, prior, structure, names and shapes of the parameters, N, and a fingerprint
+of every weight and buffer. A file is written under another name and renamed, so that it is whole or not there.
+A dual state keeps its inputs, so its file holds data; the header says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lapwing import curvature, likelihoods, priors
+from lapwing.curvature import Factor, State
+from lapwing.errors import InvalidValue
+from lapwing.tangent import TangentModel
+from lapwing.tree import Layout
+
+SCHEMA = 1
+
+
+def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Write atomically: to a temporary file beside the target, then rename."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise InvalidValue(f"cannot save to {target}: the folder {target.parent} does not exist")
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(handle)
+    try:
+        plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+        save_file(plain, name, metadata={"lapwing": json.dumps(header)})
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if not Path(path).is_file():
+        raise InvalidValue(f"there is no file {path}")
+    try:
+        with safe_open(str(path), "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise InvalidValue(f"{path} is not a whole safetensors file ({error}); save it again") from error
+    if "lapwing" not in metadata:
+        raise InvalidValue(f"{path} is a safetensors file, but not one that Lapwing saved")
+    header = json.loads(metadata["lapwing"])
+    if header["schema"] != SCHEMA:
+        raise InvalidValue(f"{path} has schema {header['schema']}; this version reads schema {SCHEMA}")
+    return tensors, header
+
+
+# -- states ------------------------------------------------------------------------------------------------------
+
+
+def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {f"sums.{k}": v for k, v in state.sums.items()}
+    tensors |= {f"statistics.{k}": v for k, v in state.statistics.items()}
+    tensors |= {f"mask.{k}": v for k, v in state.layout.masks.items()}
+    inputs = []
+    for i, (x, u) in enumerate(state.batches):
+        tensors[f"batch.{i}.cotangents"] = u
+        inputs.append(_pack_tree(x, f"batch.{i}.inputs", tensors))
+    header = {
+        "structure": {"kind": type(state.structure).__name__, **_fields(state.structure)},
+        "factor": {"kind": state.factor.kind, "samples": state.factor.samples},
+        "likelihood": state.likelihood,
+        "weights": state.weights,
+        "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
+        "n": state.n,
+        "fingerprints": state.fingerprints,
+        "coverage": state.coverage,
+        "holds_data": state.holds_data,
+        "inputs": inputs,
+    }
+    return tensors, header
+
+
+def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: TangentModel) -> State:
+    """A state, attached to a tangent model that must be the one it was made at."""
+    device = tangent.device
+    part = {
+        kind: {k.removeprefix(f"{kind}."): v.to(device) for k, v in tensors.items() if k.startswith(f"{kind}.")}
+        for kind in ("sums", "statistics")
+    }
+    structure = dict(header["structure"])
+    return State(
+        structure=getattr(curvature, structure.pop("kind"))(**structure),
+        factor=Factor(**header["factor"]),
+        likelihood=header["likelihood"],
+        weights=header["weights"],
+        tangent=tangent,
+        fingerprints=header["fingerprints"],
+        n=header["n"],
+        statistics=part["statistics"],
+        sums=part["sums"],
+        batches=tuple(
+            (_unpack_tree(spec, tensors, device), tensors[f"batch.{i}.cotangents"].to(device))
+            for i, spec in enumerate(header["inputs"])
+        ),
+        coverage=header["coverage"],
+    )
+
+
+def check_weights(
+    tangent: TangentModel, fingerprints: dict[str, str], parameters: dict[str, list[int]], path: Any
+) -> None:
+    """Raise, naming the first parameter that differs, unless the network is the one that was saved."""
+    mine = tangent.fingerprints()
+    for name, shape in parameters.items():
+        if name not in mine:
+            raise InvalidValue(f"{path} was saved from another architecture: the model has no parameter {name}")
+        here = {**tangent.constants, **tangent.embed(tangent.params)}[name].shape
+        if list(here) != shape:
+            raise InvalidValue(f"{path}: parameter {name} has shape {tuple(here)} here and {tuple(shape)} in the file")
+    for name in {**fingerprints, **mine}:
+        if name not in fingerprints or name not in mine:
+            raise InvalidValue(f"{path} was saved from another architecture: {name} is on one side only")
+        if fingerprints[name] != mine[name]:
+            raise InvalidValue(f"{path} was saved at other weights: {name} differs; load the weights it was fitted at")
+
+
+def _fields(structure: Any) -> dict[str, Any]:
+    return {k: v for k, v in vars(structure).items() if isinstance(v, (str, int, float, bool))}
+
+
+def _pack_tree(x: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(x, Tensor):
+        tensors[prefix] = x
+        return {"tensor": prefix}
+    if isinstance(x, (list, tuple)):
+        return {type(x).__name__: [_pack_tree(v, f"{prefix}.{i}", tensors) for i, v in enumerate(x)]}
+    if isinstance(x, dict):
+        return {"dict": {k: _pack_tree(v, f"{prefix}.{k}", tensors) for k, v in x.items()}}
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return {"value": x}
+    raise InvalidValue(
+        f"a dual state keeps its inputs, and {type(x).__name__} cannot be written to safetensors; give inputs as "
+        "tensors, lists, tuples or dicts, or fit with lw.curvature.Full(form='primal')"
+    )
+
+
+def _unpack_tree(spec: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Any:
+    ((kind, value),) = spec.items()
+    if kind == "tensor":
+        return tensors[value].to(device)
+    if kind == "dict":
+        return {k: _unpack_tree(v, tensors, device) for k, v in value.items()}
+    if kind in ("list", "tuple"):
+        parts = [_unpack_tree(v, tensors, device) for v in value]
+        return tuple(parts) if kind == "tuple" else parts
+    return value
+
+
+# -- priors and likelihoods --------------------------------------------------------------------------------------
+
+
+def pack_objects(prior: Any, likelihood: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    for thing, known in ((prior, priors), (likelihood, likelihoods)):
+        if getattr(known, type(thing).__name__, None) is not type(thing):
+            raise InvalidValue(
+                f"cannot save a {type(thing).__name__} defined outside Lapwing: save la.state's parts yourself"
+            )
+    tensors = {f"prior.{k}": v for k, v in prior.hyperparameters.items()}
+    tensors |= {f"likelihood.{k}": v for k, v in likelihood.hyperparameters.items()}
+    tensors["prior.mean"] = prior.mean_vector()
+    per = prior.per if isinstance(prior.per, str) else list(prior.per)
+    return tensors, {
+        "prior": {"kind": type(prior).__name__, "per": per},
+        "likelihood_object": {"kind": type(likelihood).__name__},
+    }
+
+
+def unpack_objects(tensors: dict[str, Tensor], header: dict[str, Any], layout: Layout) -> tuple[Any, Any]:
+    per = header["prior"]["per"]
+    mean = tensors["prior.mean"]
+    prior = getattr(priors, header["prior"]["kind"])(
+        precision=tensors["prior.precision"],
+        per=per if isinstance(per, str) else tuple(per),
+        mean=float(mean[0]) if bool((mean == mean[0]).all()) else layout.unflatten(mean),
+    )
+    hyperparameters = {k.removeprefix("likelihood."): v for k, v in tensors.items() if k.startswith("likelihood.")}
+    return prior, getattr(likelihoods, header["likelihood_object"]["kind"])(**hyperparameters)

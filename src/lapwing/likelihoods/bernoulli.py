@@ -1,0 +1,53 @@
+"""Independent binary outputs (multilabel): y_c in {0, 1}, p = sigmoid(f).
+
+−∂²_f log p = diag(p(1 − p)),   S = diag(√(p(1 − p)))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods.base import Likelihood
+
+
+@dataclass(frozen=True)
+class Bernoulli(Likelihood):
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        if y.shape != f.shape:
+            hint = "; add the output dimension with y.unsqueeze(-1)" if y.ndim == f.ndim - 1 else ""
+            raise InvalidValue(f"targets of shape {tuple(y.shape)} do not match outputs {tuple(f.shape)}{hint}")
+        if not bool(((y == 0) | (y == 1)).all()):
+            raise InvalidValue("bernoulli targets must be 0 or 1 (bool, integer or float)")
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return -F.binary_cross_entropy_with_logits(f, y.to(f), reduction="none").sum(-1)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        u = torch.rand(f.shape, generator=generator, dtype=f.dtype, device=generator.device).to(f.device)
+        return (u < torch.sigmoid(f)).to(f)
+
+    def mean(self, f: Tensor) -> Tensor:
+        return torch.sigmoid(f)
+
+    def variance(self, f: Tensor) -> Tensor:
+        return self.mean(f) * (1 - self.mean(f))
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return y.to(f) - torch.sigmoid(f)
+
+    def hessian_root(self, f: Tensor) -> Tensor:
+        return torch.diag_embed((torch.sigmoid(f) * torch.sigmoid(-f)).sqrt())
+
+    def curvature_weights(self, factor: str = "exact") -> Tensor:
+        return torch.ones(1, dtype=torch.float64)
+
+    def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"log_lik": self.log_prob(f.double(), y).sum()}
+
+    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
+        return statistics["log_lik"]

@@ -1,0 +1,60 @@
+"""Classes by softmax: y in {0, …, c−1}, p = softmax(f).
+
+−∂²_f log p = diag(p) − p pᵀ = S Sᵀ,   S = diag(√p) − p √pᵀ   (rank c − 1: never inverted)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods.base import Likelihood
+
+
+@dataclass(frozen=True)
+class Categorical(Likelihood):
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        classes = f.shape[-1]
+        if classes < 2:
+            raise InvalidValue(f"categorical needs at least 2 outputs, got {classes}; for one logit use 'bernoulli'")
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise InvalidValue(f"categorical targets must be integer class labels, got {y.dtype}; use y.long()")
+        if y.shape != f.shape[:-1]:
+            raise InvalidValue(
+                f"targets of shape {tuple(y.shape)} do not match outputs {tuple(f.shape)}; "
+                f"give labels of shape {tuple(f.shape[:-1])}"
+            )
+        if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
+            raise InvalidValue(f"labels run from {int(y.min())} to {int(y.max())}, outside 0..{classes - 1}")
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.log_softmax(f, -1).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        p = torch.softmax(f, -1).reshape(-1, f.shape[-1]).to(generator.device)
+        return torch.multinomial(p, 1, generator=generator).reshape(f.shape[:-1]).to(f.device)
+
+    def mean(self, f: Tensor) -> Tensor:
+        return torch.softmax(f, -1)
+
+    def variance(self, f: Tensor) -> Tensor:
+        return self.mean(f) * (1 - self.mean(f))
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(y.long(), f.shape[-1]).to(f) - torch.softmax(f, -1)
+
+    def hessian_root(self, f: Tensor) -> Tensor:
+        p = torch.softmax(f, -1)
+        return torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
+
+    def curvature_weights(self, factor: str = "exact") -> Tensor:
+        return torch.ones(1, dtype=torch.float64)
+
+    def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"log_lik": self.log_prob(f.double(), y).sum()}
+
+    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
+        return statistics["log_lik"]

@@ -1,0 +1,102 @@
+"""Gaussian noise: y_c ~ N(f_c, σ_c²), `noise` σ a standard deviation, one for all outputs or one each.
+
+−∂²_f log p = diag(1/σ²): at unit scale S = I, and the weight is 1/σ² (1/σ⁴ for the empirical factor).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue, Unsupported
+from lapwing.likelihoods.base import Likelihood
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    noise: Tensor | float = 1.0  # σ, () or (c,)
+
+    @property
+    def per_output(self) -> bool:
+        return self.sigma.ndim == 1
+
+    @property
+    def sigma(self) -> Tensor:
+        assert isinstance(self.noise, Tensor)
+        return self.noise
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        if not y.is_floating_point():
+            raise InvalidValue(
+                f"gaussian targets must be floating point, got {y.dtype}; for class labels use 'categorical', "
+                "for real targets use y.float()"
+            )
+        if y.shape != f.shape:
+            hint = "; add the output dimension with y.unsqueeze(-1)" if y.ndim == f.ndim - 1 else ""
+            raise InvalidValue(f"targets of shape {tuple(y.shape)} do not match outputs {tuple(f.shape)}{hint}")
+        if not torch.isfinite(y).all():
+            raise InvalidValue("the targets hold NaN or infinite values; clean the data before fitting")
+        if self.per_output and len(self.sigma) != f.shape[-1]:
+            raise InvalidValue(f"noise has {len(self.sigma)} values for {f.shape[-1]} outputs; give one, or one each")
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        sigma = self.sigma.to(f)
+        z = (y - f) / sigma
+        return -(0.5 * z.square() + torch.log(sigma) + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=generator.device).to(f.device)
+        return f + self.sigma.to(f) * noise
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f
+
+    def variance(self, f: Tensor) -> Tensor:
+        return self.sigma.to(f).square().expand(f.shape)
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return y - f
+
+    def hessian_root(self, f: Tensor) -> Tensor:
+        return torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).expand(*f.shape, f.shape[-1])
+
+    def unit_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        each = -0.5 * (y - f).square()
+        return each if self.per_output else each.sum(-1, keepdim=True)
+
+    def curvature_weights(self, factor: str = "exact") -> Tensor:
+        if factor not in ("exact", "hessian") and self.per_output:
+            raise Unsupported(
+                f"factor='{factor}' mixes the outputs, so per-output noise cannot be applied afterwards; "
+                "use factor='exact', or one noise for all outputs"
+            )
+        return self.sigma.reshape(-1) ** (-4 if factor == "empirical" else -2)
+
+    def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
+        f, y = f.double(), y.double()
+        return {
+            "sse": (y - f).square().sum(0),  # (c,)
+            "sum": y.sum(0),
+            "square": y.square().sum(0),
+            "count": torch.full_like(y[0], len(y)),
+        }
+
+    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
+        count, variance = statistics["count"], self.sigma.square()
+        return -0.5 * (statistics["sse"] / variance + count * torch.log(2 * math.pi * variance)).sum()
+
+    def residual_noise(self, statistics: dict[str, Tensor]) -> Tensor:
+        """The maximum-likelihood σ, in the shape of `noise`."""
+        sse, count = statistics["sse"], statistics["count"]
+        return (sse / count).sqrt() if self.per_output else (sse.sum() / count.sum()).sqrt()
+
+    def target_scale(self, statistics: dict[str, Tensor]) -> Tensor:
+        """The standard deviation of the targets (1 where they do not vary), in the shape of `noise`."""
+        count = statistics["count"]
+        variance = statistics["square"] / count - (statistics["sum"] / count).square()
+        variance = variance if self.per_output else variance.mean()
+        floor = 1e-24 * (statistics["square"] / count).sum() + torch.finfo(torch.float64).tiny
+        return torch.where(variance > floor, variance.clamp(min=0).sqrt(), torch.ones_like(variance))

@@ -1,0 +1,104 @@
+"""Diagonal operator: M = diag(values[index]), with G values shared by p entries.
+
+One class for the scalar (G = 1), the grouped (1 < G < p) and the element-wise (G = p) precision:
+index (p,) says which value an entry takes; index=None means one value for all (G = 1), or one each (G = p).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.operators import linalg
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    values: Tensor  # (g,)
+    size: int
+    index: Tensor | None = None  # (p,) of int64
+
+    @property
+    def uniform(self) -> bool:
+        """One value for every entry."""
+        return self.values.numel() == 1
+
+    def dense(self) -> Tensor:
+        """The diagonal, (p,)."""
+        if self.index is not None:
+            return self.values[self.index]
+        return self.values.expand(self.size)
+
+    def counts(self) -> Tensor:
+        """How many entries each value has, (g,)."""
+        if self.index is not None:
+            return torch.bincount(self.index, minlength=self.values.numel()).to(self.values)
+        return torch.full_like(self.values, self.size // self.values.numel())
+
+    def logdet(self) -> Tensor:
+        return (self.counts() * self.values.log()).sum()
+
+    def restrict(self, columns: slice) -> Diagonal:
+        """The diagonal of a range of entries; uniform where all of them share one value."""
+        size = len(range(*columns.indices(self.size)))
+        if self.uniform:
+            return Diagonal(self.values, size)
+        if self.index is None:
+            return Diagonal(self.values[columns], size)
+        index = self.index[columns]
+        if bool((index == index[0]).all()):
+            return Diagonal(self.values[index[0]].reshape(1), size)
+        return Diagonal(self.values, size, index)
+
+
+def element_wise(values: Tensor) -> Diagonal:
+    return Diagonal(values.to(torch.float64), values.numel())
+
+
+@linalg.mv.register
+def _(op: Diagonal, v: Tensor) -> Tensor:
+    return op.dense() * v
+
+
+@linalg.scale.register
+def _(op: Diagonal, s: Tensor) -> Diagonal:
+    return Diagonal(op.values * s, op.size, op.index)
+
+
+@linalg.shift.register
+def _(op: Diagonal, d: Diagonal) -> Diagonal:
+    if op.uniform and d.uniform:
+        return Diagonal(op.values + d.values, op.size)
+    return Diagonal(op.dense() + d.dense(), op.size)
+
+
+@linalg.solve.register
+def _(op: Diagonal, b: Tensor) -> Tensor:
+    return b / op.dense()
+
+
+@linalg.logdet.register
+def _(op: Diagonal) -> Tensor:
+    return op.logdet()
+
+
+@linalg.draw.register
+def _(op: Diagonal, n: int, generator: torch.Generator) -> Tensor:
+    return linalg.standard_normal((n, op.size), generator, op.values) / op.dense().sqrt()
+
+
+@linalg.covariance.register
+def _(op: Diagonal, rows: Tensor) -> Tensor:
+    return torch.einsum("nap,p,nbp->nab", rows, 1 / op.dense(), rows)
+
+
+@linalg.diagonal.register
+def _(op: Diagonal) -> Tensor:
+    return op.dense()
+
+
+@linalg.to_dense.register
+def _(op: Diagonal) -> Tensor:
+    return op.dense().diag()

@@ -1,0 +1,151 @@
+"""The verbs of linear algebra, by single dispatch on the operator's type.
+
+An operator is a symmetric matrix M = s·H + diag(d) that knows its structure. Its file registers what it can do:
+
+    mv(M, v)          M v                                  v (..., p)
+    scale(M, s)       s·M, sharing factorizations of H     s 0-dim
+    shift(M, d)       M + diag(d)                          d a Diagonal
+    solve(M, b)       M⁻¹ b                                b (..., p)
+    logdet(M)         log|M|, differentiable in s and d
+    draw(M, n, g)     n samples of N(0, M⁻¹)               (n, p)
+    covariance(M, X)  X M⁻¹ Xᵀ per example                 X (n, c, p) -> (n, c, c)
+    diagonal(M)       diag(M)                              (p,)
+    to_dense(M)       M                                    (p, p)
+
+Operators live in float64: that is where factorizations need to be. A missing pair raises and names alternatives.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import LapwingWarning, NotPositiveDefinite, Unsupported
+
+
+def verb(function: Callable[..., Any]) -> Any:
+    """A function dispatched on its first argument, whose default says which operators have a rule."""
+    name = function.__name__
+
+    def missing(op: Any, *args: Any, **kwargs: Any) -> Any:
+        known = sorted({t.__name__ for t in generic.registry} - {"object"})
+        raise Unsupported(
+            f"{name} has no rule for {type(op).__name__}; operators that have one: {', '.join(known)}. "
+            f"Use one of those, or register one with linalg.{name}.register"
+        )
+
+    generic = functools.singledispatch(functools.wraps(function)(missing))
+    return generic
+
+
+@verb
+def mv(op: Any, v: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+
+
+@verb
+def scale(op: Any, s: Tensor) -> Any: ...
+
+
+@verb
+def shift(op: Any, d: Any) -> Any: ...
+
+
+@verb
+def solve(op: Any, b: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+
+
+@verb
+def logdet(op: Any) -> Tensor: ...  # type: ignore[empty-body]
+
+
+@verb
+def draw(op: Any, n: int, generator: torch.Generator) -> Tensor: ...  # type: ignore[empty-body]
+
+
+@verb
+def covariance(op: Any, rows: Any) -> Tensor: ...  # type: ignore[empty-body]
+
+
+@verb
+def diagonal(op: Any) -> Tensor: ...  # type: ignore[empty-body]
+
+
+@verb
+def to_dense(op: Any) -> Tensor: ...  # type: ignore[empty-body]
+
+
+def traces(op: Any, groups: Any) -> Tensor:
+    """Σ_{i in g} M_ii for the groups of a Diagonal, (g,)."""
+    return _traces(op, groups)
+
+
+@functools.singledispatch
+def _traces(op: Any, groups: Any) -> Tensor:
+    entries = diagonal(op)
+    if groups.index is None:
+        return entries.sum().reshape(1) if groups.uniform else entries
+    return entries.new_zeros(groups.values.numel()).index_add(0, groups.index, entries)
+
+
+# -- the one jitter policy ---------------------------------------------------------------------------------------
+
+
+def cholesky(matrix: Tensor) -> tuple[Tensor, float]:
+    """The lower Cholesky factor of a positive definite matrix, and the jitter that it took.
+
+    Policy: none; and if that fails, once, 10·p·ε·max(diag), which is the size of the rounding errors of a Gram
+    matrix, with a warning that names the amount. If that fails too, the matrix is not positive definite: an error
+    with its least eigenvalue.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if not info.any():
+        return factor, 0.0
+    if not torch.isfinite(matrix).all():
+        raise NotPositiveDefinite("a precision matrix holds NaN or infinite values; check weights, data and prior")
+    jitter = float(10 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps * matrix.diagonal().abs().max())
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
+    if info.any():
+        least = float(torch.linalg.eigvalsh(matrix)[0])
+        raise not_positive_definite(least)
+    warnings.warn(
+        f"a Cholesky factorization took a jitter of {jitter:.3g} on the diagonal",
+        LapwingWarning,
+        stacklevel=3,
+    )
+    return factor, jitter
+
+
+def not_positive_definite(least: float) -> NotPositiveDefinite:
+    return NotPositiveDefinite(
+        f"the posterior precision is indefinite: its least eigenvalue is {least:.6g}. Use factor='exact' (the "
+        "generalized Gauss-Newton is never indefinite), raise the prior precision above the negative curvature, "
+        "or train the network closer to a minimum"
+    )
+
+
+def spectrum(matrix: Tensor, psd: bool) -> tuple[Tensor, dict[str, float]]:
+    """Eigenvalues of a symmetric matrix; where it must be positive semidefinite, rounding below zero is clipped
+    to zero and counted, and anything beyond rounding is an error."""
+    values = torch.linalg.eigvalsh(matrix)
+    return clip(values, psd)
+
+
+def clip(values: Tensor, psd: bool = True) -> tuple[Tensor, dict[str, float]]:
+    if not psd:
+        return values, {"clipped": 0.0, "least": float(values.min())}
+    rounding = 100 * values.numel() * torch.finfo(values.dtype).eps * float(values.abs().max())
+    least = float(values.min())
+    if least < -rounding:
+        raise not_positive_definite(least)
+    return values.clamp(min=0), {"clipped": float((values < 0).sum()), "least": least}
+
+
+def standard_normal(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
+    """Draws in float64 from the given generator, moved to the tensor's device."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device).to(like.device)

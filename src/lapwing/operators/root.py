@@ -1,0 +1,240 @@
+"""Root plus diagonal: M = Rᵀ W R + D, with R (m, p) of few rows and many columns.
+
+The dual (kernel) form. With K = R D⁻¹ Rᵀ and B = I + W^½ K W^½ (both m × m):
+
+    log|M|   = log|B| + log|D|                                              Eq. 10
+    M⁻¹      = D⁻¹ − D⁻¹RᵀW^½ B⁻¹ W^½R D⁻¹                                    Eq. 11
+    X M⁻¹ Xᵀ = X D⁻¹Xᵀ − (W^½R D⁻¹Xᵀ)ᵀ B⁻¹ (W^½R D⁻¹Xᵀ)                        Eq. 12
+    sample   = M⁻¹(RᵀW^½ ε₁ + D^½ ε₂)                                       Eq. 13
+
+R is a tensor, or anything with `shape` and `block(start, stop)`, a range of its columns: it is then streamed and
+never held whole. For few groups of D one Gram matrix a group is kept, K = Σ_g K_g/d_g, so changing D costs no pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import Unsupported
+from lapwing.operators import linalg
+from lapwing.operators.diagonal import Diagonal
+
+GROUPS = 64  # Gram matrices kept at the most: past that, K is formed anew for each D
+
+
+class Rows(Protocol):
+    """A matrix (m, p) that gives ranges of its columns."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def block(self, start: int, stop: int) -> Tensor: ...
+
+    def ranges(self, beside: int = 0) -> Iterator[tuple[int, int]]:
+        """Column ranges that fit the memory budget, with `beside` other rows held at the same time."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class HeldRows:
+    """Rows that are in memory."""
+
+    tensor: Tensor  # (m, p)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tensor.shape[0], self.tensor.shape[1]
+
+    def block(self, start: int, stop: int) -> Tensor:
+        return self.tensor[:, start:stop]
+
+    def ranges(self, beside: int = 0) -> Iterator[tuple[int, int]]:
+        yield 0, self.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class RootPlusDiagonal:
+    rows: Rows
+    weights: Diagonal  # W, (m, m)
+    diag: Diagonal | None = None  # D; the verbs that need M⁻¹ need it
+    cache: dict[Any, Any] = field(default_factory=dict)  # of R: shared by every W and D
+
+    @property
+    def size(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def m(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def held(self) -> bool:
+        return isinstance(self.rows, HeldRows)
+
+    def blocks(self, beside: int = 0) -> Iterator[tuple[slice, Tensor]]:
+        for start, stop in self.rows.ranges(beside):
+            yield slice(start, stop), self.rows.block(start, stop).to(torch.float64)
+
+    def precision(self) -> Diagonal:
+        if self.diag is None:
+            raise Unsupported("Rᵀ W R alone is singular; shift it by a prior precision first")
+        return self.diag
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """K = R D⁻¹ Rᵀ, (m, m), differentiable in D."""
+        d = self.precision()
+        if d.values.numel() <= GROUPS:
+            return torch.einsum("g,gab->ab", 1 / d.values, self.group_grams(d))
+        if self.held:
+            r = self.rows.block(0, self.size).to(torch.float64)
+            return (r / d.dense()) @ r.mT
+        if d.values.requires_grad:
+            raise Unsupported(
+                f"tuning {d.values.numel()} prior precisions in the dual form needs its rows in memory: raise "
+                "memory_budget, use a layerwise prior, or structure='diag'"
+            )
+        dense, k = d.dense(), d.values.new_zeros(self.m, self.m)
+        for columns, r in self.blocks():
+            k += (r / dense[columns]) @ r.mT
+        return k
+
+    def group_grams(self, d: Diagonal) -> Tensor:
+        """K_g = R_g R_gᵀ for the columns of each group, (g, m, m)."""
+        key = "grams", d.values.numel(), None if d.index is None else hash(d.index.cpu().numpy().tobytes())
+        if key not in self.cache:
+            grams = torch.zeros(d.values.numel(), self.m, self.m, dtype=d.values.dtype, device=d.values.device)
+            for columns, r in self.blocks():
+                for g, mask in _groups(d, columns):
+                    part = r if mask is None else r[:, mask]
+                    grams[g] += part @ part.mT
+            self.cache[key] = grams
+        return self.cache[key]
+
+    @property
+    def gram_eigenvalues(self) -> Tensor:
+        """Eigenvalues of R Rᵀ, for uniform W and D."""
+        if "eigenvalues" not in self.cache:
+            unit = Diagonal(torch.ones_like(self.weights.values), self.size)
+            gram = self.group_grams(unit)[0]
+            self.cache["eigenvalues"], self.cache["clipping"] = linalg.spectrum(gram, psd=True)
+        return self.cache["eigenvalues"]
+
+    def inner(self) -> Tensor:
+        """B = I + W^½ K W^½."""
+        w = self.weights.dense().sqrt()
+        return torch.eye(self.m, dtype=w.dtype, device=w.device) + w[:, None] * self.gram * w
+
+    @cached_property
+    def inner_cholesky(self) -> Tensor:
+        factor, jitter = linalg.cholesky(self.inner().detach())
+        self.cache["jitter"] = max(self.cache.get("jitter", 0.0), jitter)
+        return factor
+
+    def times(self, v: Tensor) -> Tensor:
+        """v Rᵀ: (..., p) -> (..., m)."""
+        return sum((v[..., columns] @ r.mT for columns, r in self.blocks()), v.new_zeros(()))
+
+    def transpose_times(self, u: Tensor) -> Tensor:
+        """u R: (..., m) -> (..., p)."""
+        return torch.cat([u @ r for _, r in self.blocks()], dim=-1)
+
+
+def _groups(d: Diagonal, columns: slice) -> Iterator[tuple[int, Tensor | None]]:
+    """The groups that a range of columns touches, with their masks (None: the whole range)."""
+    if d.uniform:
+        yield 0, None
+        return
+    index = torch.arange(d.size)[columns] if d.index is None else d.index[columns]
+    present = index.unique().tolist()
+    for g in present:
+        yield g, None if len(present) == 1 else index == g
+
+
+@linalg.scale.register
+def _(op: RootPlusDiagonal, s: Tensor) -> RootPlusDiagonal:
+    return replace(op, weights=linalg.scale(op.weights, s), diag=None if op.diag is None else linalg.scale(op.diag, s))
+
+
+@linalg.shift.register
+def _(op: RootPlusDiagonal, d: Diagonal) -> RootPlusDiagonal:
+    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+
+
+@linalg.mv.register
+def _(op: RootPlusDiagonal, v: Tensor) -> Tensor:
+    out = op.transpose_times(op.times(v) * op.weights.dense())
+    return out if op.diag is None else out + op.diag.dense() * v
+
+
+@linalg.solve.register
+def _(op: RootPlusDiagonal, b: Tensor) -> Tensor:
+    scaled, w = b / op.precision().dense(), op.weights.dense().sqrt()  # Eq. 11
+    inner = torch.cholesky_solve((op.times(scaled) * w).reshape(-1, op.m).mT, op.inner_cholesky).mT
+    return scaled - op.transpose_times(inner.reshape(*b.shape[:-1], op.m) * w) / op.precision().dense()
+
+
+@linalg.logdet.register
+def _(op: RootPlusDiagonal) -> Tensor:
+    d, w = op.precision(), op.weights
+    wants_grad = torch.is_grad_enabled() and (d.values.requires_grad or w.values.requires_grad)
+    if d.uniform and w.uniform and (wants_grad or "eigenvalues" in op.cache):
+        return torch.log1p(w.values * op.gram_eigenvalues / d.values).sum() + d.logdet()
+    if not wants_grad:
+        return 2 * op.inner_cholesky.diagonal().log().sum() + d.logdet()  # Eq. 10
+    return torch.linalg.cholesky(op.inner()).diagonal().log().sum() * 2 + d.logdet()
+
+
+@linalg.draw.register
+def _(op: RootPlusDiagonal, n: int, generator: torch.Generator) -> Tensor:
+    w = op.weights.dense()
+    e1 = linalg.standard_normal((n, op.m), generator, w)
+    e2 = linalg.standard_normal((n, op.size), generator, w)
+    return linalg.solve(op, op.transpose_times(e1 * w.sqrt()) + op.precision().dense().sqrt() * e2)  # Eq. 13
+
+
+@linalg.covariance.register
+def _(op: RootPlusDiagonal, rows: Any) -> Tensor:
+    """`rows` (n, c, p) as a tensor, or a pair (Rows of n·c rows, c) that is streamed beside R."""
+    if isinstance(rows, Tensor):
+        c, rows = rows.shape[1], HeldRows(rows.reshape(-1, rows.shape[-1]))
+    else:
+        rows, c = rows
+    nc, d = rows.shape[0], op.precision().dense()
+    prior = d.new_zeros(nc // c, c, c)
+    cross = d.new_zeros(op.m, nc)
+    for columns, r in op.blocks(beside=nc):
+        x = rows.block(columns.start, columns.stop).to(torch.float64)
+        scaled = x / d[columns]
+        cross += r @ scaled.mT
+        prior += torch.einsum("nap,nbp->nab", x.reshape(nc // c, c, -1), scaled.reshape(nc // c, c, -1))
+    half = torch.linalg.solve_triangular(op.inner_cholesky, op.weights.dense().sqrt()[:, None] * cross, upper=False)
+    half = half.reshape(-1, nc // c, c)
+    return prior - torch.einsum("mna,mnb->nab", half, half)  # Eq. 12
+
+
+@linalg.diagonal.register
+def _(op: RootPlusDiagonal) -> Tensor:
+    out = torch.cat([(op.weights.dense()[:, None] * r.square()).sum(0) for _, r in op.blocks()])
+    return out if op.diag is None else out + op.diag.dense()
+
+
+@linalg._traces.register
+def _(op: RootPlusDiagonal, groups: Diagonal) -> Tensor:
+    if groups.values.numel() > GROUPS:
+        return linalg._traces.dispatch(object)(op, groups)
+    out = op.group_grams(groups).diagonal(dim1=1, dim2=2) @ op.weights.dense()
+    return out if op.diag is None else out + linalg.traces(op.diag, groups)
+
+
+@linalg.to_dense.register
+def _(op: RootPlusDiagonal) -> Tensor:
+    r = torch.cat([r for _, r in op.blocks()], dim=1)
+    out = (r * op.weights.dense()[:, None]).mT @ r
+    return out if op.diag is None else out + op.diag.dense().diag()

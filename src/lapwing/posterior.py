@@ -1,0 +1,49 @@
+"""The Gaussian posterior over the selected weights: θ ~ N(v̄, (G + A)⁻¹). One class; its structure is its operator's.
+
+covariance of the tangent model at rows J:  J (G + A)⁻¹ Jᵀ
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature import State
+from lapwing.operators import linalg
+from lapwing.tree import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    mean: Tensor  # (p,), float64
+    precision: Any  # operator, G + A
+    layout: Layout
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n weight vectors, (n, p)."""
+        generator = generator or torch.Generator().manual_seed(0)
+        return self.mean + linalg.draw(self.precision, n, generator)
+
+    def covariance(self, rows: Any) -> Tensor:
+        """J Σ Jᵀ for rows (n, c, p) in named_parameters() order, (n, c, c)."""
+        rows = rows.to(torch.float64) if isinstance(rows, Tensor) else rows
+        return linalg.covariance(self.precision, rows)
+
+    @property
+    def jitter(self) -> float:
+        """What the factorizations so far had to add to the diagonal (0 unless a warning said so)."""
+        return float(getattr(self.precision, "cache", {}).get("jitter", 0.0))
+
+
+def curvature(state: State, likelihood: Any) -> Any:
+    """G = Σ_g w_g G_g as an operator."""
+    return state.structure.operator(state, likelihood.curvature_weights(state.factor.kind).to(state.tangent.device))
+
+
+def condition(state: State, prior: Any, likelihood: Any, center: Tensor | None = None) -> Gaussian:
+    """The posterior of the tangent model, centered at the trained weights unless told otherwise."""
+    mean = state.tangent.theta.to(torch.float64) if center is None else center
+    return Gaussian(mean, linalg.shift(curvature(state, likelihood), prior.operator()), state.layout)

@@ -1,0 +1,167 @@
+"""Gaussian prior θ ~ N(m, A⁻¹) with a diagonal precision A of any granularity.
+
+    per="all"     one precision for every weight (the default)
+    per="layer"   one for each module that owns parameters: its weight and bias share it
+    per="unit"    one for each slice along a parameter's first dimension; a module's equally long parameters share
+    per="weight"  one each
+    {glob: λ}     one for each pattern; every selected parameter matches exactly one
+
+A prior is made loose (`Gaussian(2.0, per="layer")`) and *bound* to a network's layout, which fixes the groups.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue
+from lapwing.operators import Diagonal
+from lapwing.tree import Layout, layer_of
+
+GRANULARITIES = ("all", "layer", "unit", "weight")
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    precision: Any = 1.0  # λ: a float, a tensor (), (g,), or a mapping {glob: float}
+    per: Any = "all"
+    mean: Any = 0.0  # m: a float, or {parameter: tensor}
+    names: tuple[str, ...] = ()  # of the groups, once bound; () for per='weight'
+    index: Tensor | None = None  # (p,) group of each weight, once bound; None: one group, or one each
+    layout: Layout | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.precision, Mapping):
+            object.__setattr__(self, "per", tuple(self.precision))
+            values = [torch.as_tensor(v, dtype=torch.float64) for v in self.precision.values()]
+            if not values:
+                raise InvalidValue("the prior's mapping of patterns is empty; give {glob: precision}")
+            object.__setattr__(self, "precision", torch.stack(values))
+        elif isinstance(self.per, str) and self.per not in GRANULARITIES:
+            raise InvalidValue(f"per must be one of {GRANULARITIES}, got {self.per!r}")
+        value = torch.as_tensor(self.precision).to(torch.float64)
+        if not bool((torch.isfinite(value) & (value > 0)).all()):
+            raise InvalidValue(f"prior precision must be positive and finite, got {_short(value)}")
+        object.__setattr__(self, "precision", value)
+
+    # -- hyperparameters ------------------------------------------------------------------------------------------
+
+    @property
+    def hyperparameters(self) -> dict[str, Tensor]:
+        return {"precision": self.precision}
+
+    def replace(self, **hyperparameters: Any) -> Gaussian:
+        return replace(self, **hyperparameters)
+
+    def named(self) -> dict[str, float]:
+        """The precision of each group, by name."""
+        layout = self._bound()
+        names = self.names or [f"{n}[{i}]" for n in layout.names for i in range(layout.numel(n))]
+        return dict(zip(names, self.precision.reshape(-1).tolist(), strict=True))
+
+    # -- binding --------------------------------------------------------------------------------------------------
+
+    def bind(self, layout: Layout, device: torch.device | None = None) -> Gaussian:
+        """Fix the groups for a network; a scalar precision is repeated for each group."""
+        names, index = _group(self.per, layout)
+        groups = len(names) or layout.size
+        value = self.precision.to(device)
+        if value.ndim == 0 and self.per != "all":
+            value = value.expand(groups)
+        if value.numel() != groups:
+            raise InvalidValue(f"{value.numel()} prior precisions for {groups} groups of per={self.per!r}")
+        index = None if index is None else index.to(device)
+        if isinstance(self.mean, Mapping):
+            layout.flatten(self.mean)  # raises where names or sizes differ
+        return replace(self, precision=value, names=names, index=index, layout=layout)
+
+    def _bound(self) -> Layout:
+        if self.layout is None:
+            raise InvalidValue("this prior is not bound to a network yet; use la.prior, or prior.bind(tangent.layout)")
+        return self.layout
+
+    # -- what the flow needs --------------------------------------------------------------------------------------
+
+    def operator(self) -> Diagonal:
+        """A, the prior's precision."""
+        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index)
+
+    def mean_vector(self) -> Tensor:
+        """m, (p,)."""
+        layout = self._bound()
+        if isinstance(self.mean, Mapping):
+            return layout.flatten(self.mean).to(self.precision)
+        return torch.full((layout.size,), float(self.mean), dtype=torch.float64, device=self.precision.device)
+
+    def scatter(self, vector: Tensor) -> Tensor:
+        """Σ_{i in g} (θ_i − m_i)² for each group, (g,)."""
+        square = (vector.to(torch.float64) - self.mean_vector()).square()
+        groups = self.precision.numel()
+        if groups == 1:
+            return square.sum().reshape(1)
+        return square if self.index is None else square.new_zeros(groups).index_add(0, self.index, square)
+
+    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+        """log N(θ; m, A⁻¹)."""
+        a = self.operator()
+        quadratic = (a.values * self.scatter(self._bound().flatten(params))).sum()
+        return 0.5 * (a.logdet() - a.size * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64)) - quadratic)
+
+
+def _group(per: Any, layout: Layout) -> tuple[tuple[str, ...], Tensor | None]:
+    if per == "all":
+        return ("all",), None
+    if per == "layer":
+        names = tuple(dict.fromkeys(layer_of(n) or "(root)" for n in layout.names))
+        number = {n: names.index(layer_of(n) or "(root)") for n in layout.names}
+        return names, None if len(names) == 1 else _constant_index(number, layout)
+    if per == "weight":
+        return (), None  # named on request: they can be millions
+    if per == "unit":
+        return _units(layout)
+    number = {name: _match(name, per) for name in layout.names}
+    unused = [pattern for i, pattern in enumerate(per) if i not in number.values()]
+    if unused:
+        raise InvalidValue(f"prior patterns {unused} match no selected parameter; they are {list(layout.names)}")
+    return tuple(per), None if len(per) == 1 else _constant_index(number, layout)
+
+
+def _constant_index(number: dict[str, int], layout: Layout) -> Tensor:
+    return torch.cat([torch.full((layout.numel(n),), number[n]) for n in layout.names])
+
+
+def _units(layout: Layout) -> tuple[tuple[str, ...], Tensor]:
+    names: list[str] = []
+    start: dict[tuple[str, int], int] = {}
+    full = {}
+    for name, shape in layout.shapes.items():
+        length = shape[0] if len(shape) else 1
+        key = layer_of(name) or "(root)", length
+        if key not in start:
+            start[key] = len(names)
+            names += [f"{key[0]}[{i}]" for i in range(length)]
+        unit = start[key] + torch.arange(length)
+        full[name] = unit.reshape(-1, *[1] * (len(shape) - 1)).expand(shape) if len(shape) else unit.reshape(())
+    index = layout.gather(full)
+    used, index = index.unique(return_inverse=True)  # a mask may leave units without a weight
+    return tuple(names[i] for i in used.tolist()), index
+
+
+def _match(name: str, patterns: tuple[str, ...]) -> int:
+    hits = [i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)]
+    if len(hits) != 1:
+        found = [patterns[i] for i in hits] or "none"
+        raise InvalidValue(
+            f"parameter {name} must match exactly one prior pattern, matches {found}; patterns are globs over "
+            f"named_parameters() names: {list(patterns)}"
+        )
+    return hits[0]
+
+
+def _short(value: Tensor) -> str:
+    return str(value.tolist()) if value.numel() <= 8 else f"{value.numel()} values, least {float(value.min())}"

@@ -1,0 +1,257 @@
+"""The tangent model: h(x, v) = f(x, θ*) + J(x)(v − θ*), J = ∂f/∂θ at the trained weights, in eval mode.
+
+    model(x)         f(x, θ*)                  (n, ..., c)
+    model.jvp(x, v)  J(x) v                    v {name: (*shape)} -> (n, ..., c)
+    model.vjp(x, u)  Σ_n J(x_n)ᵀ u_n           u (n, ..., c) -> {name: (*shape)}
+    model.rows(x)    J(x), per example         (n, ..., c, p)
+
+Weights and buffers are copied when the model is linearized: training it further does not move the tangent model,
+and no pass changes the user's module. Index letters: n data, c outputs, p parameters, k cotangents an example.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lapwing import tree
+from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.tangent.kernels import forward_mode_missing, plain_kernels
+from lapwing.tangent.subset import Forward, Swapped, select
+from lapwing.tree import Layout
+
+vjp: Any = torch.func.vjp  # its annotation leaves the two-value form out
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """How inputs reach the model by default: a mapping as keywords, a tuple or list as positions."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def linearize(
+    model: nn.Module, subset: Any = "all", *, forward: Forward | None = None, example: Any = None
+) -> TangentModel:
+    """Linearize a network at its weights.
+
+    subset: "all", "last_layer" (needs example=, a batch of inputs to trace), a list of globs, or {name: mask}.
+    forward: forward(model, inputs) -> outputs, where the model cannot be called on a batch's inputs as they are.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    _check(model)
+    forward = forward or call
+    with evaluating(model), plain_kernels():
+        layout = select(model, subset, example, forward)
+    tensors = {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    params = {n: tensors[n][layout.masks[n]] if n in layout.masks else tensors.pop(n) for n in layout.names}
+    return TangentModel(model, params, tensors, layout, forward)
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidValue(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise InvalidValue(f"parameter {name} is uninitialized (a lazy module); run the model once first")
+        if p.is_floating_point() and not torch.isfinite(p).all():
+            raise InvalidValue(f"parameter {name} holds NaN or infinite values; train the network again")
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise InvalidValue(
+                f"{name} normalizes by the statistics of each batch (track_running_stats=False), so its outputs "
+                "depend on the other examples; use running statistics, or a layer or group norm"
+            )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, and each module's own mode given back."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@dataclass(frozen=True, eq=False)
+class TangentModel:
+    model: nn.Module  # borrowed: its modules are run, its tensors are not used
+    params: dict[str, Tensor]  # θ*, the selected parameters, in order
+    constants: dict[str, Tensor]  # every other parameter and buffer
+    layout: Layout
+    forward: Forward
+    route: dict[str, Any] = field(default_factory=dict)  # which kernels were found to work
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.params.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.params.values())).dtype
+
+    @property
+    def custom_forward(self) -> bool:
+        return self.forward is not call
+
+    @property
+    def theta(self) -> Tensor:
+        """θ* as one vector, (p,)."""
+        return self.layout.flatten(self.params)
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of every weight and buffer, selected or not."""
+        return tree.fingerprints({**self.constants, **self.embed(self.params)})
+
+    # -- the network as a function of the selected parameters -----------------------------------------------------
+
+    def embed(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Full-shaped tensors of the selected parameters, masked elements put in their places."""
+        return {
+            n: (self.constants[n].index_put((self.layout.masks[n],), v) if n in self.layout.masks else v)
+            for n, v in params.items()
+        }
+
+    def apply(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
+        """f(x, θ): the network itself, not linearized, at any weights."""
+        tensors = {f"model.{n}": t for n, t in {**self.constants, **self.embed(params)}.items()}
+        out = functional_call(Swapped(self.model, self.forward), tensors, (x,))
+        if not isinstance(out, Tensor):
+            raise InvalidValue(
+                f"the model returns {type(out).__name__}, not a tensor (n, ..., c); "
+                "pick the output with forward=lambda model, x: ..."
+            )
+        if out.ndim < 2:
+            raise InvalidValue(
+                f"the model's output has shape {tuple(out.shape)}; it must be (n, ..., c), "
+                "so add the output dimension: forward=lambda model, x: model(x).unsqueeze(-1)"
+            )
+        return out
+
+    def __call__(self, x: Any) -> Tensor:
+        with torch.no_grad(), evaluating(self.model), plain_kernels():
+            return self.apply(self.params, x)
+
+    # -- products with the Jacobian -------------------------------------------------------------------------------
+
+    def vjp(self, x: Any, u: Tensor) -> dict[str, Tensor]:
+        with evaluating(self.model), plain_kernels():
+            _, pull = vjp(lambda p: self.apply(p, x), self.params)
+            return pull(u)[0]
+
+    def jvp(self, x: Any, v: Mapping[str, Tensor]) -> Tensor:
+        """Forward mode; where a kernel lacks it, the same by unfused kernels, or by two reverse passes."""
+        routes: dict[str, Callable[[Any, Mapping[str, Tensor]], Tensor]] = {
+            "forward": lambda x, v: self._forward_jvp(x, v, onednn=True),
+            "unfused": lambda x, v: self._forward_jvp(x, v, onednn=False),
+            "double": self._double_vjp,
+        }
+        if "jvp" in self.route:
+            return routes[self.route["jvp"]](x, v)
+        for name, route in routes.items():
+            try:
+                out = route(x, v)
+            except (RuntimeError, NotImplementedError) as error:
+                if name == "double" or not forward_mode_missing(error):
+                    raise
+            else:
+                self.route["jvp"] = name
+                return out
+        raise AssertionError("unreachable")
+
+    def _forward_jvp(self, x: Any, v: Mapping[str, Tensor], onednn: bool) -> Tensor:
+        with evaluating(self.model), plain_kernels(onednn):
+            return jvp(lambda p: self.apply(p, x), (self.params,), (dict(v),))[1]
+
+    def _double_vjp(self, x: Any, v: Mapping[str, Tensor]) -> Tensor:
+        """J v as the derivative of u ↦ Jᵀu, which is linear, pulled back by v."""
+        with evaluating(self.model), plain_kernels(onednn=False):
+            out, pull = vjp(lambda p: self.apply(p, x), self.params)
+            _, pull_again = vjp(lambda u: pull(u)[0], torch.zeros_like(out))
+            return pull_again(dict(v))[0]
+
+    # -- rows of the Jacobian -------------------------------------------------------------------------------------
+
+    def rows(self, x: Any) -> Tensor:
+        """J(x_n) for each example, (n, ..., c, p)."""
+        f = self(x)
+        outputs = f[0].numel()
+        u = torch.eye(outputs, dtype=f.dtype, device=f.device).reshape(outputs, *f.shape[1:])
+        rows = self.pulled(x, u.expand(len(f), *u.shape))
+        return rows.reshape(*f.shape, -1)
+
+    def pulled(self, x: Any, u: Tensor, names: tuple[str, ...] | None = None) -> Tensor:
+        """uᵀJ(x_n) for the cotangents of each example: u (n, k, ..., c) -> (n, k, p), for some parameters only
+        if `names` says so."""
+        names = names or self.layout.names
+        moving = {n: self.params[n] for n in names}
+        with evaluating(self.model), plain_kernels():
+            if self.route.get("rows", "vmap") == "vmap":
+                try:
+                    grads = vmap(self._pull_one, in_dims=(None, tree.batch_dims(x), 0))(moving, x, u)
+                except (RuntimeError, ValueError) as error:
+                    _say_slow(error)
+                    self.route["rows"] = "loop"
+                else:
+                    return torch.cat([grads[n].flatten(2) for n in names], dim=-1)
+            return self._pull_loop(moving, x, u)
+
+    def _pull_one(self, moving: dict[str, Tensor], x: Any, u: Tensor) -> dict[str, Tensor]:
+        one = tree.map_tensors(lambda t: t.unsqueeze(0), x)
+        _, pull = vjp(lambda p: self.apply({**self.params, **p}, one)[0], moving)
+        return vmap(lambda cotangent: pull(cotangent)[0])(u)
+
+    def _pull_loop(self, moving: dict[str, Tensor], x: Any, u: Tensor) -> Tensor:
+        """The same without batching over examples: one example a time, or, where inputs cannot be cut into
+        examples (a graph), one cotangent of one example a time over the whole batch."""
+        n, k = u.shape[:2]
+        try:
+            separable = tree.batch_size(x) == n
+        except InvalidValue:
+            separable = False
+        leaves = {name: t.detach().requires_grad_() for name, t in moving.items()}
+        out = []
+        with torch.enable_grad():
+            whole = None if separable else self.apply({**self.params, **leaves}, x)
+            for i in range(n):
+                f = (
+                    whole[i]
+                    if whole is not None
+                    else self.apply({**self.params, **leaves}, tree.rows_of(x, slice(i, i + 1)))[0]
+                )
+                grads = [
+                    torch.autograd.grad(f, list(leaves.values()), u[i, j], retain_graph=True, allow_unused=True)
+                    for j in range(k)
+                ]
+                flat = [
+                    torch.cat(
+                        [
+                            (torch.zeros_like(t) if g is None else g).reshape(-1)
+                            for g, t in zip(gs, leaves.values(), strict=True)
+                        ]
+                    )
+                    for gs in grads
+                ]
+                out.append(torch.stack(flat))
+        return torch.stack(out)
+
+
+def _say_slow(error: Exception) -> None:
+    warnings.warn(
+        "this network cannot be batched over examples by torch.func.vmap, so Jacobian rows are made one example at "
+        f"a time, which is slow; the cause: {str(error).splitlines()[0][:200]}",
+        LapwingWarning,
+        stacklevel=4,
+    )

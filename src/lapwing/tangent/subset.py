@@ -1,0 +1,141 @@
+"""Which parameters are Bayesian: all, the last layer, names or patterns, or single elements.
+
+"all"            every parameter with requires_grad
+"last_layer"     found by tracing a batch: the last module with parameters, if everything passes through it
+["fc.*", ...]    globs over named_parameters() names
+{name: mask}     boolean masks in the parameters' shapes
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.errors import InvalidValue
+from lapwing.tree import Layout
+
+Forward = Callable[[nn.Module, Any], Tensor]
+
+
+def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Layout:
+    """The layout of the selected parameters."""
+    named = dict(model.named_parameters())
+    if not named:
+        raise InvalidValue(f"{type(model).__name__} has no parameters; there is nothing to be Bayesian about")
+    chosen: dict[str, Tensor | None]
+    if subset == "all":
+        chosen = {name: None for name, p in named.items() if p.requires_grad}
+        if not chosen:
+            raise InvalidValue("no parameter requires grad, so subset='all' selects none; name parameters by glob")
+    elif subset == "last_layer":
+        chosen = dict.fromkeys(last_layer(model, example, forward))
+    elif isinstance(subset, Mapping):
+        chosen = _masks(subset, named)
+    elif isinstance(subset, Sequence) and not isinstance(subset, str):
+        chosen = _globs(subset, named)
+    else:
+        raise InvalidValue(f"subset must be 'all', 'last_layer', a list of globs or {{name: mask}}; got {subset!r}")
+    bad = [name for name in chosen if not named[name].is_floating_point()]
+    if bad:
+        raise InvalidValue(f"parameters {bad} are not floating point; leave them out of the subset")
+    return Layout(
+        shapes={name: p.shape for name, p in named.items() if name in chosen},
+        masks={name: mask for name, mask in chosen.items() if mask is not None},
+    )
+
+
+def _globs(patterns: Sequence[str], named: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
+            raise InvalidValue(f"subset pattern {pattern!r} matches no parameter; they are {list(named)}")
+    chosen: dict[str, Tensor | None] = {
+        name: None for name in named if any(fnmatch.fnmatchcase(name, p) for p in patterns)
+    }
+    if not chosen:
+        raise InvalidValue("the subset is empty; give at least one pattern")
+    return chosen
+
+
+def _masks(masks: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    chosen: dict[str, Tensor | None] = {}
+    for name, mask in masks.items():
+        if name not in named:
+            raise InvalidValue(f"subset names {name!r}, which is no parameter; they are {list(named)}")
+        if mask.dtype != torch.bool or mask.shape != named[name].shape:
+            raise InvalidValue(
+                f"the mask of {name} must be bool of shape {tuple(named[name].shape)}, "
+                f"got {mask.dtype} of {tuple(mask.shape)}"
+            )
+        if bool(mask.any()):
+            chosen[name] = None if bool(mask.all()) else mask.detach().clone()
+    if not chosen:
+        raise InvalidValue("the masks select no element; there is nothing to be Bayesian about")
+    return chosen
+
+
+def last_layer(model: nn.Module, example: Any, forward: Forward) -> list[str]:
+    """Names of the parameters of the last layer, found by cutting the network behind it.
+
+    The candidate is the module with parameters of its own that was called last. It is the last layer if its
+    output is a tensor and, with that output cut off, the network's output depends on no parameter any more.
+    """
+    if example is None:
+        raise InvalidValue("subset='last_layer' is found by tracing: pass example=, a batch of inputs")
+    calls: list[str] = []
+    _traced(model, example, forward, lambda name, out: calls.append(name))
+    if not calls:
+        raise InvalidValue("no module with parameters was called, so there is no last layer; name parameters by glob")
+    last, count = calls[-1], [0]
+
+    def cut(name: str, out: Any) -> Any:
+        count[0] += 1
+        if count[0] < len(calls):
+            return None
+        if not isinstance(out, Tensor):
+            raise InvalidValue(f"the last module called, {last}, returns {type(out).__name__}, not a tensor")
+        return out.detach()
+
+    output, params = _traced(model, example, forward, cut)
+    if output.requires_grad:
+        grads = torch.autograd.grad(output.sum(), list(params.values()), allow_unused=True)
+        around = [name for name, g in zip(params, grads, strict=True) if g is not None]
+        raise InvalidValue(
+            f"there is no last layer: the output reaches {around[:4]} around the last module called, {last}; "
+            "select parameters by glob, or all"
+        )
+    return [f"{last}.{n}" if last else n for n, _ in model.get_submodule(last).named_parameters(recurse=False)]
+
+
+def _traced(
+    model: nn.Module, example: Any, forward: Forward, seen: Callable[[str, Any], Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run the model on fresh leaves that all require grad, calling seen(name, output) after each module."""
+    params = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in model.named_parameters()}
+    handles = [
+        module.register_forward_hook(lambda _m, _i, out, name=name: seen(name, out))
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+    try:
+        with torch.enable_grad():
+            swapped = Swapped(model, forward)
+            return torch.func.functional_call(swapped, {f"model.{n}": p for n, p in params.items()}, (example,)), params
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Swapped(nn.Module):
+    """forward(model, x) as a module, so that functional_call can swap the model's tensors under any hook."""
+
+    def __init__(self, model: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self.hook = forward
+
+    def forward(self, x: Any) -> Tensor:
+        return self.hook(self.model, x)

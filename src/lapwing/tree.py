@@ -1,0 +1,128 @@
+"""Layouts of parameters, and the few tree operations that inputs need.
+
+A `Layout` fixes the order of the selected parameters (that of `named_parameters()`) and turns a dict of
+tensors into a vector and back:  flatten: {name: (..., *shape)} -> (..., p),  unflatten: the inverse.
+With an element mask, a parameter's entry is the 1-D tensor of its selected elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lapwing.errors import InvalidValue
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Names, full shapes and element masks of the selected parameters, in order."""
+
+    shapes: dict[str, torch.Size]  # full shapes, before masking
+    masks: dict[str, Tensor]  # bool masks, only for partly selected parameters
+
+    def numel(self, name: str) -> int:
+        return int(self.masks[name].sum()) if name in self.masks else math.prod(self.shapes[name])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.shapes)
+
+    @property
+    def size(self) -> int:
+        return sum(self.numel(name) for name in self.shapes)
+
+    def slices(self) -> dict[str, slice]:
+        out, start = {}, 0
+        for name in self.shapes:
+            out[name] = slice(start, start + self.numel(name))
+            start = out[name].stop
+        return out
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of the parameter's entry in a dict: its own, or (k,) under a mask."""
+        return torch.Size([self.numel(name)]) if name in self.masks else self.shapes[name]
+
+    def flatten(self, tree: Mapping[str, Tensor], batch_dims: int = 0) -> Tensor:
+        if set(tree) != set(self.shapes):
+            raise InvalidValue(f"expected tensors for {list(self.shapes)}, got {list(tree)}")
+        return torch.cat([tree[name].flatten(batch_dims) for name in self.shapes], dim=-1)
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """Split (..., p) into {name: (..., *shape)}."""
+        if vector.shape[-1] != self.size:
+            raise InvalidValue(f"expected a last dimension of {self.size} parameters, got {vector.shape[-1]}")
+        return {
+            name: vector[..., s].reshape(*vector.shape[:-1], *self.shape(name)) for name, s in self.slices().items()
+        }
+
+    def gather(self, full: Mapping[str, Tensor]) -> Tensor:
+        """The selected elements of full-shaped tensors, as one vector (p,)."""
+        return torch.cat([(full[n][self.masks[n]] if n in self.masks else full[n].reshape(-1)) for n in self.shapes])
+
+    def same_as(self, other: Layout) -> bool:
+        return (
+            list(self.shapes.items()) == list(other.shapes.items())
+            and self.masks.keys() == other.masks.keys()
+            and all(torch.equal(self.masks[k].cpu(), other.masks[k].cpu()) for k in self.masks)
+        )
+
+
+def layer_of(name: str) -> str:
+    """The module that owns a parameter: 'block.fc1' for 'block.fc1.weight', '' for one of the root's own."""
+    return name.rpartition(".")[0]
+
+
+def leaves(tree: Any) -> list[Any]:
+    return pytree.tree_leaves(tree)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply a function to every tensor of a tree; other leaves stay as they are."""
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def batch_size(tree: Any) -> int:
+    """The common first dimension of a tree's tensors."""
+    found = tensors(tree)
+    if not found:
+        raise InvalidValue("the batch's inputs hold no tensor; give tensors or a tree of tensors")
+    if any(t.ndim == 0 for t in found):
+        raise InvalidValue("an input tensor is 0-dimensional; its first dimension must be the batch")
+    sizes = {t.shape[0] for t in found}
+    if len(sizes) != 1:
+        raise InvalidValue(
+            f"the batch's input tensors have first dimensions {sorted(sizes)}; they must agree, "
+            "or use forward= to unpack them"
+        )
+    return sizes.pop()
+
+
+def rows_of(tree: Any, index: slice) -> Any:
+    """The examples `index` of a batch."""
+    return map_tensors(lambda t: t[index], tree)
+
+
+def batch_dims(tree: Any) -> Any:
+    """vmap's in_dims for a batch: the first dimension of each tensor, None for other leaves."""
+    return pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, tree)
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A short hash of each tensor's dtype, shape and bytes."""
+    out = {}
+    for name, tensor in tensors.items():
+        data = tensor.detach().cpu().contiguous().reshape(-1)
+        head = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+        out[name] = hashlib.blake2b(head + data.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+    return out

@@ -1,0 +1,96 @@
+"""Where hyperparameters may go, where they start, and the record of how they went.
+
+A precision can run away where the data say nothing, and a noise go to zero where they are fitted exactly; so
+
+    λ_g in [1e-6, 1e6] × mean(diag G_g),      σ in [1e-6, 1e3] × standard deviation of the targets.
+
+A search that ends at a bound stops there, warns once, and says so in `at_bound`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature import State
+from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.evidence import mean_curvature, scatter
+
+EDGE = 1e-3  # nats from a bound that count as at it
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a tuning went: `trace` is the log evidence after each step."""
+
+    method: str
+    center: str
+    trace: tuple[float, ...]
+    iterations: int
+    converged: bool
+    at_bound: tuple[str, ...]
+    fixed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Box:
+    """Bounds and a start in log space of the hyperparameters that move: {name: (g,)}."""
+
+    low: dict[str, Tensor]
+    high: dict[str, Tensor]
+    start: dict[str, Tensor]
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def at_bound(self, log_values: dict[str, Tensor]) -> tuple[str, ...]:
+        out: list[str] = []
+        for key, value in log_values.items():
+            hit = ((value - self.low[key]) < EDGE) | ((self.high[key] - value) < EDGE)
+            labels = self.names.get(key) or ("",) * value.numel()
+            out += [f"{key}[{labels[i]}]" if labels[i] else key for i in hit.reshape(-1).nonzero().flatten().tolist()]
+        return tuple(dict.fromkeys(out))
+
+
+def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Box:
+    known = {**prior.hyperparameters, **likelihood.hyperparameters}
+    unknown = [name for name in fixed if name not in known]
+    if unknown:
+        raise InvalidValue(f"fixed={unknown} names no hyperparameter; they are {list(known)}")
+    if all(name in fixed for name in known):
+        raise InvalidValue(f"all hyperparameters {list(known)} are fixed; there is nothing to tune")
+    low, high, start = {}, {}, {}
+    if "precision" not in fixed:
+        typical = mean_curvature(state, prior, likelihood)
+        typical = torch.where(typical > 0, typical, typical.max()).clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
+        low["precision"], high["precision"] = (typical * 1e-6).log(), (typical * 1e6).log()
+        # The evidence falls in λ beyond P/‖θ‖², whatever the curvature: start there (it scales with the weights).
+        guess = prior.operator().counts() / scatter(state, prior).clamp(min=torch.finfo(torch.float64).tiny)
+        start["precision"] = guess.log().clamp(low["precision"] + 1, high["precision"] - 1)
+    if "noise" in likelihood.hyperparameters and "noise" not in fixed:
+        scale = likelihood.target_scale(state.statistics)
+        low["noise"], high["noise"] = (scale * 1e-6).log(), (scale * 1e3).log()
+        residual = likelihood.residual_noise(state.statistics).clamp(min=torch.finfo(torch.float64).tiny)
+        start["noise"] = residual.log().clamp(low["noise"] + 1, high["noise"] - 1)
+    return Box(low, high, start, {"precision": prior.names})
+
+
+def at_values(prior: Any, likelihood: Any, log_values: dict[str, Tensor]) -> tuple[Any, Any]:
+    """The prior and likelihood with these hyperparameters."""
+    if "precision" in log_values:
+        prior = prior.replace(precision=log_values["precision"].exp().reshape(prior.precision.shape))
+    if "noise" in log_values:
+        likelihood = likelihood.replace(noise=log_values["noise"].exp())
+    return prior, likelihood
+
+
+def warn_bound(at_bound: tuple[str, ...]) -> None:
+    if at_bound:
+        shown = ", ".join(at_bound[:4]) + (f" and {len(at_bound) - 4} more" if len(at_bound) > 4 else "")
+        warnings.warn(
+            f"tuning stopped at a bound for {shown}: the data do not determine it (see la.tuning.at_bound)",
+            LapwingWarning,
+            stacklevel=5,
+        )

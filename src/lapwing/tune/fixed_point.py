@@ -1,0 +1,94 @@
+"""MacKay's fixed point: λ_g ← γ_g / ‖v̄_g − m_g‖²,  σ² ← SSE / (N·C − γ)   (Eq. 7)
+
+A stationary point of the evidence. At the trained weights ‖v̄‖ does not move with λ, and the map λ ↦ γ(λ)/‖v̄‖² can
+circle; so where a step turns back, the next goes half as far in log λ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature import State
+from lapwing.errors import NotConverged
+from lapwing.evidence import effective_dimension, log_evidence, scatter
+from lapwing.tune.bounds import Tuning, at_values, box, warn_bound
+
+TOLERANCE = 1e-3
+STEPS = 500
+
+
+def mackay(
+    state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...] = (), tolerance: float = TOLERANCE
+) -> tuple[Any, Any, Tuning]:
+    """Iterate to |γ_g − λ_g ‖v̄_g‖²| ≤ tolerance · max(1, γ_g), and σ to the same relative change."""
+    bounds = box(state, prior, likelihood, fixed)
+    values, step = dict(bounds.start), {k: torch.zeros_like(v) for k, v in bounds.start.items()}
+    damping = {k: torch.ones_like(v) for k, v in bounds.start.items()}
+    square, trace, settled = scatter(state, prior), [], False
+    for _ in range(STEPS):
+        now = at_values(prior, likelihood, values)
+        gamma = effective_dimension(state, *now)
+        with torch.no_grad():
+            trace.append(float(log_evidence(state, *now)))
+        wanted = {
+            k: v.clamp(bounds.low[k], bounds.high[k])
+            for k, v in _targets(state, gamma, square, values, likelihood).items()
+        }
+        _check_finite(wanted)
+        settled = _settled(gamma, square, values, wanted, tolerance)
+        if settled:
+            break
+        for key, target in wanted.items():
+            move = target - values[key]
+            damping[key] = torch.where(move * step[key] < 0, damping[key] * 0.5, (damping[key] * 1.2).clamp(max=1.0))
+            step[key] = damping[key] * move
+            values[key] = values[key] + step[key]
+    at_bound = bounds.at_bound(values)
+    warn_bound(at_bound)
+    report = Tuning("mackay", "map", tuple(trace), len(trace), settled, at_bound, tuple(fixed))
+    return *at_values(prior, likelihood, values), report
+
+
+def _targets(
+    state: State, gamma: Tensor, square: Tensor, values: dict[str, Tensor], likelihood: Any
+) -> dict[str, Tensor]:
+    tiny = torch.finfo(torch.float64).tiny
+    out = {}
+    if "precision" in values:
+        out["precision"] = (gamma.clamp(min=tiny) / square.clamp(min=tiny)).log()
+    if "noise" in values:
+        sse, count = state.statistics["sse"], state.statistics["count"]
+        if likelihood.per_output:
+            shrunk = _output_dimensions(state, gamma, values, likelihood)
+            free = (count - shrunk).clamp(min=1e-3)
+        else:
+            sse, free = sse.sum(), (count.sum() - gamma.sum()).clamp(min=1e-3)
+        out["noise"] = 0.5 * (sse.clamp(min=tiny) / free).log()
+    return out
+
+
+def _output_dimensions(state: State, gamma: Tensor, values: dict[str, Tensor], likelihood: Any) -> Tensor:
+    raise NotConverged(
+        "MacKay's update has no closed form for noise per output here; use tuned(method='evidence'), "
+        "which moves it by gradient, or fixed=('noise',)"
+    )
+
+
+def _settled(
+    gamma: Tensor, square: Tensor, values: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float
+) -> bool:
+    at_target = {k: (wanted[k] - values[k]).abs() < 1e-12 for k in values}
+    if "precision" in values:
+        gap = (gamma - values["precision"].exp() * square).abs() <= tolerance * gamma.clamp(min=1)
+        if not bool((gap | at_target["precision"]).all()):
+            return False
+    return "noise" not in values or bool(((wanted["noise"] - values["noise"]).abs() <= tolerance).all())
+
+
+def _check_finite(wanted: dict[str, Tensor]) -> None:
+    for key, value in wanted.items():
+        if not bool(torch.isfinite(value).all()):
+            raise NotConverged(f"MacKay's update of {key} is not finite; check the weights and the curvature")
