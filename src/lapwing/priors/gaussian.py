@@ -44,7 +44,7 @@ class Gaussian:
             object.__setattr__(self, "precision", torch.stack(values))
         elif isinstance(self.per, str) and self.per not in GRANULARITIES:
             raise InvalidValue(f"per must be one of {GRANULARITIES}, got {self.per!r}")
-        value = torch.as_tensor(self.precision).to(torch.float64)
+        value = torch.as_tensor(self.precision, dtype=torch.float64)  # 0.1 is not float32's 0.10000000149
         if not bool((torch.isfinite(value) & (value > 0)).all()):
             raise InvalidValue(f"prior precision must be positive and finite, got {_short(value)}")
         object.__setattr__(self, "precision", value)
