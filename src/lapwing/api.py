@@ -247,14 +247,7 @@ class Laplace:
     def _likelihood(self, likelihood: Any) -> likelihoods.Likelihood:
         if likelihood is None:
             return self.likelihood
-        likelihood = as_likelihood(likelihood).to(self.tangent.device)
-        weights = len(likelihood.curvature_weights(self.state.factor.kind))
-        if likelihood.name != self.state.likelihood or weights not in (1, self.state.weights):
-            raise InvalidValue(
-                f"the curvature was accumulated for {self.state.likelihood} with {self.state.weights} weights; "
-                f"it cannot serve {likelihood.name} with {weights}: fit again"
-            )
-        return likelihood
+        return _served(self.state, as_likelihood(likelihood).to(self.tangent.device))
 
 
 def _numbers(value: Tensor) -> str:
@@ -357,10 +350,20 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None)
 
 
 def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:
-    if likelihood.name != state.likelihood:
-        raise InvalidValue(f"the state was accumulated for {state.likelihood}, not for {likelihood.name}")
+    likelihood = _served(state, likelihood)
     frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in state.layout.shapes)
     return Laplace(state, prior, likelihood, memory_budget=budget, frozen=frozen)
+
+
+def _served(state: State, likelihood: likelihoods.Likelihood) -> likelihoods.Likelihood:
+    """The likelihood, if the curvature in the state can serve it: the same kind, and no finer in its noise."""
+    weights = len(likelihood.curvature_weights(state.factor.kind))
+    if likelihood.name != state.likelihood or weights not in (1, state.weights):
+        raise InvalidValue(
+            f"the curvature was accumulated for {state.likelihood} with {state.weights} weights; "
+            f"it cannot serve {likelihood.name} with {weights}: fit again"
+        )
+    return likelihood
 
 
 def _subset_of(layout: Layout, model: nn.Module) -> dict[str, Tensor]:

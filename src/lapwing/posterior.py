@@ -39,8 +39,9 @@ class Gaussian:
 
 
 def curvature(state: State, likelihood: Any) -> Any:
-    """G = Σ_g w_g G_g as an operator."""
-    return state.structure.operator(state, likelihood.curvature_weights(state.factor.kind).to(state.tangent.device))
+    """G = Σ_g w_g G_g as an operator; one weight (one noise for all outputs) serves every G_g."""
+    weights = likelihood.curvature_weights(state.factor.kind).to(state.tangent.device)
+    return state.structure.operator(state, weights.expand(state.weights) if len(weights) == 1 else weights)
 
 
 def condition(state: State, prior: Any, likelihood: Any, center: Tensor | None = None) -> Gaussian:
