@@ -76,9 +76,22 @@ class Gaussian:
         if value.numel() != groups:
             raise InvalidValue(f"{value.numel()} prior precisions for {groups} groups of per={self.per!r}")
         index = None if index is None else index.to(device)
-        if isinstance(self.mean, Mapping):
-            layout.flatten(self.mean)  # raises where names or sizes differ
+        self._check_mean(layout)
         return replace(self, precision=value, names=names, index=index, layout=layout)
+
+    def _check_mean(self, layout: Layout) -> None:
+        if isinstance(self.mean, Mapping):
+            mean = layout.flatten(self.mean)  # raises where names differ
+            for name, value in self.mean.items():
+                if value.shape != layout.shape(name):
+                    shapes = f"{tuple(value.shape)}, not {tuple(layout.shape(name))}"
+                    raise InvalidValue(f"the prior mean of {name} has shape {shapes}; give one value for each weight")
+        else:
+            mean = torch.as_tensor(self.mean)
+            if mean.ndim:
+                raise InvalidValue(f"a prior mean is a float or {{parameter: tensor}}, got shape {tuple(mean.shape)}")
+        if not bool(torch.isfinite(mean).all()):
+            raise InvalidValue("the prior mean holds NaN or infinite values; give finite ones")
 
     def _bound(self) -> Layout:
         if self.layout is None:
