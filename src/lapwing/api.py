@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lapwing import curvature, io, likelihoods, priors, tree, tune
 from lapwing.curvature import BUDGET, Factor, Probe, State, accumulate, probe
+from lapwing.curvature.factor import KINDS
 from lapwing.data import as_batches, passes
 from lapwing.errors import InvalidValue
 from lapwing.evidence import effective_dimension, log_evidence
@@ -68,6 +69,8 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
         if structure not in STRUCTURES:
             raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
         return STRUCTURES[structure](memory_budget=memory_budget)
+    if not hasattr(structure, "resolved"):
+        raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
     return structure
 
 
@@ -77,6 +80,8 @@ def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood) -> F
             len(likelihood.curvature_weights("exact")) > 1
         )  # noise per output: only the exact factor keeps it apart
         return Factor("exact" if seen.outputs <= FEW_OUTPUTS or several else "monte_carlo")
+    if not isinstance(factor, (str, Factor)):
+        raise InvalidValue(f"factor must be 'auto', one of {KINDS} or lw.curvature.Factor, got {factor!r}")
     return Factor(factor) if isinstance(factor, str) else factor
 
 
@@ -205,6 +210,8 @@ class Laplace:
 
     def draw(self, n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """n weight samples, {parameter: (n, *shape)}: absolute weights, in the network's dtype."""
+        if n < 1:
+            raise InvalidValue(f"draw gives at least 1 sample, asked for {n}")
         flat = self.posterior.draw(n, generator).to(self.tangent.dtype)
         each = [self.tangent.embed(self.tangent.layout.unflatten(vector)) for vector in flat]
         return {name: torch.stack([e[name] for e in each]) for name in self.tangent.layout.names}

@@ -42,6 +42,8 @@ def predict(
         if via != "tangent":
             raise InvalidValue(f"via must be 'tangent' or 'network', got {via!r}")
         f = tangent(x)
+        if len(f) == 0:
+            raise InvalidValue("the inputs hold no example to predict at; give at least one")
         cov = covariance(tangent, posterior, x, f, joint, memory_budget)
         return Prediction(likelihood, _float(f), cov.to(_float(f)), link, joint)
 
@@ -80,6 +82,8 @@ def _through_network(
 ) -> Prediction:
     if link not in ("auto", "monte_carlo"):
         raise InvalidValue(f"via='network' averages over weight samples, so link={link!r} cannot apply; use 'auto'")
+    if samples < 2:
+        raise InvalidValue(f"via='network' takes the variance over weight samples: give at least 2, got {samples}")
     weights = posterior.draw(samples, generator).to(tangent.dtype)
     with evaluating(tangent.model), plain_kernels():
         outputs = torch.stack([_float(tangent.apply(tangent.layout.unflatten(w), x)) for w in weights])

@@ -50,6 +50,8 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
 
 def _globs(patterns: Sequence[str], named: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise InvalidValue(f"a subset is a list of globs over parameter names, got {pattern!r} in it")
         if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
             raise InvalidValue(f"subset pattern {pattern!r} matches no parameter; they are {list(named)}")
     chosen: dict[str, Tensor | None] = {
@@ -65,6 +67,8 @@ def _masks(masks: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> dict[str
     for name, mask in masks.items():
         if name not in named:
             raise InvalidValue(f"subset names {name!r}, which is no parameter; they are {list(named)}")
+        if not isinstance(mask, Tensor):
+            raise InvalidValue(f"the mask of {name} must be a bool tensor, got {type(mask).__name__}")
         if mask.dtype != torch.bool or mask.shape != named[name].shape:
             raise InvalidValue(
                 f"the mask of {name} must be bool of shape {tuple(named[name].shape)}, "
