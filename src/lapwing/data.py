@@ -6,6 +6,7 @@ A batch is (inputs, targets), inputs any tree that the model takes; or a mapping
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -131,7 +132,7 @@ def passes(
     """One pass over the data, on the model's device, with the user's random state left as it was."""
     seen = False
     total = len(batches) if isinstance(batches, Sized) else None
-    with _unchanged_rng():
+    with unchanged_rng(batches):
         for batch in tqdm(batches, total=total, desc=label, disable=not progress, leave=False):
             seen = True
             inputs, targets = split(batch)
@@ -141,9 +142,25 @@ def passes(
 
 
 @contextmanager
-def _unchanged_rng() -> Iterator[None]:
-    """Shuffling loaders draw from the global generators: give those back as they were found."""
-    numpy_state = np.random.get_state()  # noqa: NPY002 - it is the user's legacy state that is kept
-    with torch.random.fork_rng():
-        yield
-    np.random.set_state(numpy_state)  # noqa: NPY002
+def unchanged_rng(batches: Any = None) -> Iterator[None]:
+    """Shuffling and augmenting draw from the global generators (torch, NumPy, Python) or from the loader's own: give
+    those back as they were found, also where a pass ends early."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's legacy state
+    own = [(g, g.get_state()) for g in _generators(batches)]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        for generator, state in own:
+            generator.set_state(state)
+
+
+def _generators(batches: Any) -> list[torch.Generator]:
+    """The generators that a DataLoader and its samplers hold."""
+    if not isinstance(batches, DataLoader):
+        return []
+    holders = (batches, batches.sampler, batches.batch_sampler)
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
