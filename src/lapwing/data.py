@@ -48,7 +48,8 @@ class TensorBatches:
 
 def as_batches(data: Any) -> Iterable[Any]:
     """Make batches from a DataLoader, a Dataset, a pair (X, y), or any re-iterable of batches."""
-    if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list)):
+    pair = isinstance(data, (tuple, list)) and len(data) == 2
+    if pair and not isinstance(data[0], (tuple, list)) and not isinstance(data[1], Mapping):  # not two batches
         inputs, targets = (_as_tensors(part) for part in data)
         n, m = tree.batch_size(inputs), tree.batch_size(targets)
         if n != m:
@@ -130,31 +131,68 @@ def passes(
     batches: Iterable[Any], device: torch.device, progress: bool = False, label: str = "curvature"
 ) -> Iterator[tuple[Any, Any]]:
     """One pass over the data, on the model's device, with the user's random state left as it was."""
-    seen = False
+    seen, rng = False, _PassRng(batches)
     total = len(batches) if isinstance(batches, Sized) else None
-    with unchanged_rng(batches):
-        for batch in tqdm(batches, total=total, desc=label, disable=not progress, leave=False):
+    with rng.swapped():
+        iterator = iter(tqdm(batches, total=total, desc=label, disable=not progress, leave=False))
+    while True:
+        with rng.swapped():
+            batch = next(iterator, _END)
+        if batch is _END:
+            break
+        inputs, targets = split(batch)
+        if not tree.tensors(targets) or tree.batch_size(targets):  # an empty batch says nothing
             seen = True
-            inputs, targets = split(batch)
             yield tuple(tree.map_tensors(lambda t: t.to(device), part) for part in (inputs, targets))
     if not seen:
         raise InvalidValue("the data hold no batch; give at least one example")
 
 
+_END = object()
+
+
+class _PassRng:
+    """Shuffling and augmenting draw from the global generators (torch, NumPy, Python) or from the loader's own. A
+    pass has a state of its own, swapped in only while a batch is made, so that the user's is never moved: not
+    between batches, not by a pass that ends early, not by an error whose traceback keeps the pass alive."""
+
+    def __init__(self, batches: Any) -> None:
+        self.own = _generators(batches)
+        self.state: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        users = _rng_state(self.own)
+        if self.state is not None:
+            _set_rng_state(self.state, self.own)
+        try:
+            yield
+        finally:
+            self.state = _rng_state(self.own)
+            _set_rng_state(users, self.own)
+
+
 @contextmanager
 def unchanged_rng(batches: Any = None) -> Iterator[None]:
-    """Shuffling and augmenting draw from the global generators (torch, NumPy, Python) or from the loader's own: give
-    those back as they were found, also where a pass ends early."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's legacy state
-    own = [(g, g.get_state()) for g in _generators(batches)]
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        for generator, state in own:
-            generator.set_state(state)
+    """Whatever is drawn inside, the user's generators, and the loader's own, are given back as they were found."""
+    with _PassRng(batches).swapped():
+        yield
+
+
+def _rng_state(own: list[torch.Generator]) -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    legacy = np.random.get_state()  # noqa: NPY002 - it is the user's legacy state that is kept
+    return random.getstate(), legacy, torch.get_rng_state(), cuda, [g.get_state() for g in own]
+
+
+def _set_rng_state(state: tuple[Any, ...], own: list[torch.Generator]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])  # noqa: NPY002
+    torch.set_rng_state(state[2])
+    if state[3]:
+        torch.cuda.set_rng_state_all(state[3])
+    for generator, mine in zip(own, state[4], strict=True):
+        generator.set_state(mine)
 
 
 def _generators(batches: Any) -> list[torch.Generator]:
