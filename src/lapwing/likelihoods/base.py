@@ -26,7 +26,9 @@ class Likelihood:
         for f in fields(self):
             value = torch.as_tensor(getattr(self, f.name), dtype=torch.float64)  # 0.3 is not float32's 0.30000001
             if value.ndim > 1:
-                raise InvalidValue(f"{f.name} must be one value, or one for each output, got shape {tuple(value.shape)}")
+                raise InvalidValue(
+                    f"{f.name} must be one value, or one for each output, got shape {tuple(value.shape)}"
+                )
             if not bool((torch.isfinite(value) & (value > 0)).all()):
                 raise InvalidValue(f"{f.name} must be positive and finite, got {value.tolist()}")
             object.__setattr__(self, f.name, value)
