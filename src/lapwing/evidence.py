@@ -48,6 +48,19 @@ def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
     return a.counts().detach() - slope.reshape(-1)
 
 
+def noise_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
+    """How many data the fit used up, as the noise sees it: −½ ∂ log|G + A| / ∂ log σ, in the shape of σ.
+
+    Where curvature is ∝ σ⁻² that is γ, or γ_c = tr[σ_c⁻² G_c (G + A)⁻¹] for noise per output.
+    """
+    with torch.enable_grad():
+        log_noise = likelihood.noise.detach().log().requires_grad_()
+        moving = likelihood.replace(noise=log_noise.exp())
+        logdet = linalg.logdet(linalg.shift(curvature(state, moving), prior.operator()))
+        (slope,) = torch.autograd.grad(logdet, log_noise)
+    return -0.5 * slope
+
+
 def mean_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:
     """The mean of diag G over each prior group, (g,)."""
     a = prior.operator()

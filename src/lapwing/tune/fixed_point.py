@@ -1,4 +1,4 @@
-"""MacKay's fixed point: λ_g ← γ_g / ‖v̄_g − m_g‖²,  σ² ← SSE / (N·C − γ)   (Eq. 7)
+"""MacKay's fixed point: λ_g ← γ_g / ‖v̄_g − m_g‖²,  σ² ← SSE / (N·C − γ), per output SSE_c / (N − γ_c)   (Eq. 7)
 
 A stationary point of the evidence. At the trained weights ‖v̄‖ does not move with λ, and the map λ ↦ γ(λ)/‖v̄‖² can
 circle; so where a step turns back, the next goes half as far in log λ.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lapwing.curvature import State
 from lapwing.errors import NotConverged
-from lapwing.evidence import effective_dimension, log_evidence, scatter
+from lapwing.evidence import effective_dimension, log_evidence, noise_dimension, scatter
 from lapwing.tune.bounds import Tuning, at_values, box, warn_bound
 
 TOLERANCE = 1e-3
@@ -34,8 +34,7 @@ def mackay(
         with torch.no_grad():
             trace.append(float(log_evidence(state, *now)))
         wanted = {
-            k: v.clamp(bounds.low[k], bounds.high[k])
-            for k, v in _targets(state, gamma, square, values, likelihood).items()
+            k: v.clamp(bounds.low[k], bounds.high[k]) for k, v in _targets(state, gamma, square, values, *now).items()
         }
         _check_finite(wanted)
         settled = _settled(gamma, square, values, wanted, tolerance)
@@ -53,7 +52,7 @@ def mackay(
 
 
 def _targets(
-    state: State, gamma: Tensor, square: Tensor, values: dict[str, Tensor], likelihood: Any
+    state: State, gamma: Tensor, square: Tensor, values: dict[str, Tensor], prior: Any, likelihood: Any
 ) -> dict[str, Tensor]:
     tiny = torch.finfo(torch.float64).tiny
     out = {}
@@ -61,20 +60,11 @@ def _targets(
         out["precision"] = (gamma.clamp(min=tiny) / square.clamp(min=tiny)).log()
     if "noise" in values:
         sse, count = state.statistics["sse"], state.statistics["count"]
-        if likelihood.per_output:
-            shrunk = _output_dimensions(state, gamma, values, likelihood)
-            free = (count - shrunk).clamp(min=1e-3)
-        else:
-            sse, free = sse.sum(), (count.sum() - gamma.sum()).clamp(min=1e-3)
+        if not likelihood.per_output:
+            sse, count = sse.sum(), count.sum()
+        free = (count - noise_dimension(state, prior, likelihood)).clamp(min=1e-3)
         out["noise"] = 0.5 * (sse.clamp(min=tiny) / free).log()
     return out
-
-
-def _output_dimensions(state: State, gamma: Tensor, values: dict[str, Tensor], likelihood: Any) -> Tensor:
-    raise NotConverged(
-        "MacKay's update has no closed form for noise per output here; use tuned(method='evidence'), "
-        "which moves it by gradient, or fixed=('noise',)"
-    )
 
 
 def _settled(
