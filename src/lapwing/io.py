@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
     target = Path(path)
     if not target.parent.is_dir():
         raise InvalidValue(f"cannot save to {target}: the folder {target.parent} does not exist")
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(handle)
+    if target.is_dir():
+        raise InvalidValue(f"cannot save to {target}: it is a folder; give the name of a file")
+    name = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")  # made with the user's own file mode
     try:
         plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
         save_file(plain, name, metadata={"lapwing": json.dumps(header)})
@@ -41,7 +42,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
             os.fsync(file.fileno())
         os.replace(name, target)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
 
 
@@ -56,9 +57,13 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         raise InvalidValue(f"{path} is not a whole safetensors file ({error}); save it again") from error
     if "lapwing" not in metadata:
         raise InvalidValue(f"{path} is a safetensors file, but not one that Lapwing saved")
-    header = json.loads(metadata["lapwing"])
-    if header["schema"] != SCHEMA:
-        raise InvalidValue(f"{path} has schema {header['schema']}; this version reads schema {SCHEMA}")
+    try:
+        header = json.loads(metadata["lapwing"])
+        schema = header["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidValue(f"{path} has a header that cannot be read ({error}); save it again") from error
+    if schema != SCHEMA:
+        raise InvalidValue(f"{path} has schema {schema}; this version of Lapwing reads schema {SCHEMA}")
     return tensors, header
 
 
