@@ -153,7 +153,8 @@ class Prediction:
         # the predictive distribution of one y is that of E[y|f]: a categorical, or bernoullis, of its mean
         p = self.mean.clamp(torch.finfo(self.mean.dtype).tiny, 1)
         if y.shape == self.f_mean.shape:
-            return torch.where(y.bool(), p.log(), torch.log1p(-p.clamp(max=1 - 2**-53))).sum(-1)
+            least = torch.finfo(p.dtype).eps / 2  # a probability that rounds to 1 does not make the other impossible
+            return torch.where(y.bool(), p.log(), torch.log1p(-p.clamp(max=1 - least))).sum(-1)
         return p.log().gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
 
     # -- inside ---------------------------------------------------------------------------------------------------
