@@ -34,10 +34,13 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
         raise InvalidValue(f"cannot save to {target}: the folder {target.parent} does not exist")
     if target.is_dir():
         raise InvalidValue(f"cannot save to {target}: it is a folder; give the name of a file")
-    name = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")  # made with the user's own file mode
+    name = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
+        name.touch(exist_ok=False)
+        mode = name.stat().st_mode  # the user's own; safetensors writes files that only their owner may read
         plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
         save_file(plain, name, metadata={"lapwing": json.dumps(header)})
+        name.chmod(mode)
         with open(name, "rb") as file:
             os.fsync(file.fileno())
         os.replace(name, target)
