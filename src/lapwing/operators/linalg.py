@@ -96,7 +96,7 @@ def _traces(op: Any, groups: Any) -> Tensor:
 
 
 def cholesky(matrix: Tensor) -> tuple[Tensor, float]:
-    """The lower Cholesky factor of a positive definite matrix, and the jitter that it took.
+    """The lower Cholesky factor of a positive definite matrix, differentiable, and the jitter that it took.
 
     Policy: none; and if that fails, once, 10·p·ε·max(diag), which is the size of the rounding errors of a Gram
     matrix, with a warning that names the amount. If that fails too, the matrix is not positive definite: an error
@@ -107,11 +107,11 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, float]:
         return factor, 0.0
     if not torch.isfinite(matrix).all():
         raise NotPositiveDefinite("a precision matrix holds NaN or infinite values; check weights, data and prior")
-    jitter = float(10 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps * matrix.diagonal().abs().max())
+    jitter = float(10 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps * matrix.detach().diagonal().abs().max())
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
     if info.any():
-        least = float(torch.linalg.eigvalsh(matrix)[0])
+        least = float(torch.linalg.eigvalsh(matrix.detach())[0])
         raise not_positive_definite(least)
     warnings.warn(
         f"a Cholesky factorization took a jitter of {jitter:.3g} on the diagonal",

@@ -86,9 +86,18 @@ class RootPlusDiagonal:
             raise Unsupported("Rᵀ W R alone is singular; shift it by a prior precision first")
         return self.diag
 
-    @cached_property
+    @property
+    def d(self) -> Tensor:
+        """D's diagonal, (p,), without gradient, like the factor of B: of the verbs only logdet is differentiable."""
+        return self.precision().dense().detach()
+
+    @property
+    def root_weights(self) -> Tensor:
+        """W^½'s diagonal, (m,), without gradient."""
+        return self.weights.dense().detach().sqrt()
+
     def gram(self) -> Tensor:
-        """K = R D⁻¹ Rᵀ, (m, m), differentiable in D."""
+        """K = R D⁻¹ Rᵀ, (m, m), differentiable in D; not kept, since one made under no_grad would lose that."""
         d = self.precision()
         if d.values.numel() <= GROUPS:
             return torch.einsum("g,gab->ab", 1 / d.values, self.group_grams(d))
@@ -129,7 +138,7 @@ class RootPlusDiagonal:
     def inner(self) -> Tensor:
         """B = I + W^½ K W^½."""
         w = self.weights.dense().sqrt()
-        return torch.eye(self.m, dtype=w.dtype, device=w.device) + w[:, None] * self.gram * w
+        return torch.eye(self.m, dtype=w.dtype, device=w.device) + w[:, None] * self.gram() * w
 
     @cached_property
     def inner_cholesky(self) -> Tensor:
@@ -175,9 +184,9 @@ def _(op: RootPlusDiagonal, v: Tensor) -> Tensor:
 
 @linalg.solve.register
 def _(op: RootPlusDiagonal, b: Tensor) -> Tensor:
-    scaled, w = b / op.precision().dense(), op.weights.dense().sqrt()  # Eq. 11
+    scaled, w = b / op.d, op.root_weights  # Eq. 11
     inner = torch.cholesky_solve((op.times(scaled) * w).reshape(-1, op.m).mT, op.inner_cholesky).mT
-    return scaled - op.transpose_times(inner.reshape(*b.shape[:-1], op.m) * w) / op.precision().dense()
+    return scaled - op.transpose_times(inner.reshape(*b.shape[:-1], op.m) * w) / op.d
 
 
 @linalg.logdet.register
@@ -193,10 +202,10 @@ def _(op: RootPlusDiagonal) -> Tensor:
 
 @linalg.draw.register
 def _(op: RootPlusDiagonal, n: int, generator: torch.Generator) -> Tensor:
-    w = op.weights.dense()
+    w = op.root_weights
     e1 = linalg.standard_normal((n, op.m), generator, w)
     e2 = linalg.standard_normal((n, op.size), generator, w)
-    return linalg.solve(op, op.transpose_times(e1 * w.sqrt()) + op.precision().dense().sqrt() * e2)  # Eq. 13
+    return linalg.solve(op, op.transpose_times(e1 * w) + op.d.sqrt() * e2)  # Eq. 13
 
 
 @linalg.covariance.register
@@ -206,7 +215,7 @@ def _(op: RootPlusDiagonal, rows: Any) -> Tensor:
         c, rows = rows.shape[1], HeldRows(rows.reshape(-1, rows.shape[-1]))
     else:
         rows, c = rows
-    nc, d = rows.shape[0], op.precision().dense()
+    nc, d = rows.shape[0], op.d
     prior = d.new_zeros(nc // c, c, c)
     cross = d.new_zeros(op.m, nc)
     for columns, r in op.blocks(beside=nc):
@@ -214,7 +223,7 @@ def _(op: RootPlusDiagonal, rows: Any) -> Tensor:
         scaled = x / d[columns]
         cross += r @ scaled.mT
         prior += torch.einsum("nap,nbp->nab", x.reshape(nc // c, c, -1), scaled.reshape(nc // c, c, -1))
-    half = torch.linalg.solve_triangular(op.inner_cholesky, op.weights.dense().sqrt()[:, None] * cross, upper=False)
+    half = torch.linalg.solve_triangular(op.inner_cholesky, op.root_weights[:, None] * cross, upper=False)
     half = half.reshape(-1, nc // c, c)
     return prior - torch.einsum("mna,mnb->nab", half, half)  # Eq. 12
 
