@@ -1,0 +1,134 @@
+"""Shared fixtures: tiny float64 networks with unequal dimensions, their data, and a Jacobian that owes nothing to
+torch.func.
+
+Every test starts from the same seed and must leave torch's global switches as it found them.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_torch() -> None:
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():  # torch scripts its forward-mode rules at first use, and warns about torch.jit
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
+
+
+def _switches() -> dict[str, object]:
+    return {
+        "oneDNN": bool(torch.backends.mkldnn.enabled),
+        "attention fast path": torch.backends.mha.get_fastpath_enabled(),
+        "flash attention": torch.backends.cuda.flash_sdp_enabled(),
+        "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "math attention": torch.backends.cuda.math_sdp_enabled(),
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _same_world() -> Iterator[None]:
+    torch.manual_seed(0)
+    before = _switches()
+    yield
+    assert _switches() == before
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+# -- networks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mlp() -> nn.Module:
+    """5 -> 4 -> 3, p = 39."""
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+@pytest.fixture
+def cnn() -> nn.Module:
+    """(2, 5, 6) -> 2, with batch norm away from its initial statistics, p = 95."""
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, (2, 3), stride=(1, 2)), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(24, 2)
+    ).double()
+    norm = net[1]
+    assert isinstance(norm, nn.BatchNorm2d)
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    torch.nn.init.normal_(norm.running_mean), torch.nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    return net
+
+
+@pytest.fixture
+def tokens() -> nn.Module:
+    """Integers (n, 4) below 7 -> (n, 4, 3): outputs with positions, p = 60."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(7, 5)
+            self.norm = nn.LayerNorm(5)
+            self.head = nn.Linear(5, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embedding(x)
+            return self.head(self.norm(h + h.mean(1, keepdim=True)).sin())
+
+    return Tokens().double()
+
+
+# -- data --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def regression(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """X (11, 5), y (11, 3), for `mlp`."""
+    x = torch.randn(11, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randn(11, 3, generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture
+def classification(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """X (11, 5), labels (11,) below 3, for `mlp`."""
+    x = torch.randn(11, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (11,), generator=generator)
+
+
+@pytest.fixture
+def images(generator: torch.Generator) -> Tensor:
+    """X (4, 2, 5, 6), for `cnn`."""
+    return torch.randn(4, 2, 5, 6, generator=generator, dtype=torch.float64)
+
+
+# -- an oracle ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jacobian() -> Callable[..., Tensor]:
+    """jacobian(model, run) -> (*output, p): ∂ run(copy of model, in eval mode)/∂θ by reverse mode, one output at a
+    time, over the parameters in named_parameters() order. Nothing of torch.func, nothing of Lapwing."""
+
+    def oracle(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Tensor:
+        twin = copy.deepcopy(model).eval().requires_grad_(True)
+        parameters = list(twin.parameters())
+        out = run(twin)
+        rows = []
+        for value in out.reshape(-1):
+            grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+            pairs = zip(grads, parameters, strict=True)
+            rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs]))
+        return torch.stack(rows).reshape(*out.shape, -1)
+
+    return oracle

@@ -1,0 +1,622 @@
+"""Every operator against the dense matrix that it stands for.
+
+`Compliance` is the suite. A new operator inherits it by giving `curvature(generator)`: the operator H as its
+structure would make it, without a prior, and the same H as a dense tensor. The suite scales and shifts it and holds
+every verb against plain dense linear algebra. An operator that cannot take some kind of prior leaves that kind out
+of `shifts`: it must then raise Unsupported; `index` says which entries share a value in the grouped kind.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from lapwing.errors import LapwingError, LapwingWarning, NotPositiveDefinite, Unsupported
+from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal, linalg, root
+from lapwing.operators.diagonal import element_wise
+
+KINDS = ("uniform", "grouped", "element")
+SEEDS = (0, 1)
+SCALES = (None, 0.3)
+BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3))
+Z = 5.0  # standard errors: a false alarm once in a million
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
+    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def positive(generator: torch.Generator, *shape: int) -> Tensor:
+    return 0.5 + torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+
+class Compliance:
+    """The laws of an operator. p is the size of whatever `curvature` makes."""
+
+    shifts: tuple[str, ...] = KINDS
+
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        """H as an operator, and as a dense tensor (p, p) made without it."""
+        raise NotImplementedError
+
+    def index(self, p: int) -> Tensor:
+        """The group of each entry, for the grouped kind of prior."""
+        return torch.arange(p) * 3 % 4 % 3  # three groups of unequal size, not contiguous
+
+    def prior(self, kind: str, p: int, generator: torch.Generator) -> Diagonal:
+        if kind == "uniform":
+            return Diagonal(positive(generator, 1), p)
+        if kind == "element":
+            return element_wise(positive(generator, p))
+        index = self.index(p)
+        return Diagonal(positive(generator, int(index.max()) + 1), p, index)
+
+    @staticmethod
+    def spread(d: Diagonal) -> Tensor:
+        """diag(d) as a dense matrix, without Diagonal's own rules."""
+        values = d.values.expand(d.size) if d.index is None else d.values[d.index]
+        return values.diag()
+
+    @pytest.fixture(params=[(kind, s) for kind in KINDS for s in SCALES], ids=str)
+    def pair(self, request: pytest.FixtureRequest) -> tuple[Any, Tensor]:
+        """M = s·H + diag(d) as an operator and as a dense tensor."""
+        kind, s = request.param
+        if kind not in self.shifts:
+            pytest.skip(f"{kind} priors are refused, which test_a_prior_it_cannot_take_is_refused checks")
+        generator = seeded(SCALES.index(s))
+        op, dense = self.curvature(generator)
+        d = self.prior(kind, len(dense), generator)
+        if s is not None:
+            op, dense = linalg.scale(op, torch.tensor(s, dtype=torch.float64)), s * dense
+        return linalg.shift(op, d), dense + self.spread(d)
+
+    # -- products and entries -------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_the_curvature_alone_is_its_dense_matrix(self, seed: int) -> None:
+        op, dense = self.curvature(seeded(seed))
+        v = normal(seeded(seed), 2, len(dense))
+        close(linalg.to_dense(op), dense)
+        close(linalg.mv(op, v), v @ dense)
+        close(linalg.diagonal(op), dense.diagonal())
+        assert op.size == len(dense)
+
+    def test_to_dense(self, pair: tuple[Any, Tensor]) -> None:
+        op, dense = pair
+        close(linalg.to_dense(op), dense)
+
+    def test_diagonal(self, pair: tuple[Any, Tensor]) -> None:
+        op, dense = pair
+        close(linalg.diagonal(op), dense.diagonal())
+
+    def test_mv_for_any_batch_shape(self, pair: tuple[Any, Tensor]) -> None:
+        op, dense = pair
+        for shape in BATCHES:
+            v = normal(seeded(2), *shape, len(dense))
+            close(linalg.mv(op, v), v @ dense)
+
+    def test_traces_over_groups(self, pair: tuple[Any, Tensor]) -> None:
+        op, dense = pair
+        p = len(dense)
+        indices = {"uniform": torch.zeros(p).long(), "grouped": self.index(p), "element": torch.arange(p)}
+        for kind, index in indices.items():
+            expected = torch.stack([dense.diagonal()[index == g].sum() for g in range(int(index.max()) + 1)])
+            close(linalg.traces(op, self.prior(kind, p, seeded(0))), expected)
+
+    def test_shifts_and_scales_compose(self, pair: tuple[Any, Tensor]) -> None:
+        """2·(M + d I) + d I, one verb after the other."""
+        op, dense = pair
+        p, two = len(dense), torch.tensor(2.0, dtype=torch.float64)
+        d = Diagonal(torch.tensor([0.7], dtype=torch.float64), p)
+        twice = linalg.shift(linalg.scale(linalg.shift(op, d), two), d)
+        expected = 2 * dense + 2.1 * torch.eye(p, dtype=torch.float64)
+        close(linalg.to_dense(twice), expected)
+        close(linalg.logdet(twice), torch.logdet(expected))
+        close(linalg.mv(twice, dense[0]), expected @ dense[0])
+        close(linalg.to_dense(op), dense)  # and M is what it was
+
+    # -- inverses -------------------------------------------------------------------------------------------------
+
+    def test_solve_for_any_batch_shape(self, pair: tuple[Any, Tensor]) -> None:
+        op, dense = pair
+        for shape in BATCHES:
+            b = normal(seeded(3), *shape, len(dense))
+            close(linalg.solve(op, b), b @ torch.linalg.inv(dense))
+
+    def test_solve_undoes_mv(self, pair: tuple[Any, Tensor]) -> None:
+        op, dense = pair
+        v = normal(seeded(4), 3, len(dense))
+        close(linalg.solve(op, linalg.mv(op, v)), v)
+
+    def test_covariance_per_example(self, pair: tuple[Any, Tensor]) -> None:
+        op, dense = pair
+        x = normal(seeded(5), 4, 3, len(dense))
+        close(linalg.covariance(op, x), x @ torch.linalg.inv(dense) @ x.mT)
+
+    def test_joint_covariance(self, pair: tuple[Any, Tensor]) -> None:
+        op, dense = pair
+        x = normal(seeded(6), 1, 4 * 3, len(dense))
+        close(linalg.covariance(op, x), x @ torch.linalg.inv(dense) @ x.mT)
+
+    def test_draws_have_mean_zero_and_covariance_the_inverse(self, pair: tuple[Any, Tensor]) -> None:
+        """Whitened by the Cholesky factor of the dense M, draws are N(0, I): first and second moments."""
+        op, dense = pair
+        n, p = 4000, len(dense)
+        draws = linalg.draw(op, n, seeded(8))
+        assert draws.shape == (n, p)
+        assert draws.dtype == torch.float64
+        white = draws @ torch.linalg.cholesky(dense)  # M = LLᵀ, so Lᵀz ~ N(0, I)
+        assert float(white.mean(0).abs().max()) * math.sqrt(n) < Z
+        error = math.sqrt(n) * (white.mT @ white / n - torch.eye(p, dtype=torch.float64))
+        assert float(error.diagonal().abs().max()) / math.sqrt(2) < Z
+        assert float((error - error.diagonal().diag()).abs().max()) < Z
+
+    def test_draws_come_from_the_generator_alone(self, pair: tuple[Any, Tensor]) -> None:
+        op, _ = pair
+        before = torch.random.get_rng_state()
+        a, b, c = (linalg.draw(op, 3, seeded(seed)) for seed in (1, 1, 2))
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+        assert not torch.equal(a[0], a[1])
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+    # -- log-determinants ------------------------------------------------------------------------------------------
+
+    def test_logdet(self, pair: tuple[Any, Tensor]) -> None:
+        op, dense = pair
+        close(linalg.logdet(op), torch.logdet(dense))
+        linalg.solve(op, dense[0])  # with a factorization at hand, too
+        close(linalg.logdet(op), torch.logdet(dense))
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_logdet_is_differentiable_in_scale_and_shift(self, kind: str, seed: int) -> None:
+        if kind not in self.shifts:
+            pytest.skip("refused")
+        op, dense = self.curvature(seeded(seed))
+        d = self.prior(kind, len(dense), seeded(seed))
+        at = torch.tensor(0.8, dtype=torch.float64), d.values
+        ours = [t.clone().requires_grad_() for t in at]
+        theirs = [t.clone().requires_grad_() for t in at]
+        value = linalg.logdet(linalg.shift(linalg.scale(op, ours[0]), Diagonal(ours[1], d.size, d.index)))
+        expected = torch.logdet(theirs[0] * dense + self.spread(Diagonal(theirs[1], d.size, d.index)))
+        close(value, expected)
+        for a, b in zip(torch.autograd.grad(value, ours), torch.autograd.grad(expected, theirs), strict=True):
+            close(a, b)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_logdet_gradient_equals_finite_differences(self, kind: str) -> None:
+        if kind not in self.shifts:
+            pytest.skip("refused")
+        op, dense = self.curvature(seeded(0))
+        d = self.prior(kind, len(dense), seeded(0))
+        s = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+        values = d.values.clone().requires_grad_()
+
+        def logdet(s: Tensor, values: Tensor) -> Tensor:
+            return linalg.logdet(linalg.shift(linalg.scale(op, s), Diagonal(values, d.size, d.index)))
+
+        assert torch.autograd.gradcheck(logdet, (s, values), eps=1e-6, atol=1e-7, rtol=1e-6)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_logdet_keeps_its_gradient_after_other_verbs(self, kind: str) -> None:
+        """Whatever a verb caches, under no_grad or not, logdet's gradient stays the same."""
+        if kind not in self.shifts:
+            pytest.skip("refused")
+        op, dense = self.curvature(seeded(0))
+        d = self.prior(kind, len(dense), seeded(0))
+        values = d.values.clone().requires_grad_()
+        moved = linalg.shift(op, Diagonal(values, d.size, d.index))
+        expected = torch.autograd.grad(torch.logdet(dense + self.spread(Diagonal(values, d.size, d.index))), values)[0]
+        with torch.no_grad():
+            linalg.solve(moved, dense[0])
+            linalg.logdet(moved)
+        close(torch.autograd.grad(linalg.logdet(moved), values, retain_graph=True)[0], expected)
+        close(torch.autograd.grad(linalg.logdet(moved), values)[0], expected)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_other_verbs_carry_the_right_gradient_or_none(self, kind: str) -> None:
+        if kind not in self.shifts:
+            pytest.skip("refused")
+        op, dense = self.curvature(seeded(0))
+        d = self.prior(kind, len(dense), seeded(0))
+        values = d.values.clone().requires_grad_()
+        moved = linalg.shift(op, Diagonal(values, d.size, d.index))
+        inverse = torch.linalg.inv(dense + self.spread(Diagonal(values, d.size, d.index)))
+        x = normal(seeded(9), 2, 3, len(dense))
+        for ours, theirs in [
+            (linalg.solve(moved, x), x @ inverse),
+            (linalg.covariance(moved, x), x @ inverse @ x.mT),
+        ]:
+            close(ours, theirs)
+            if ours.requires_grad:
+                weights = normal(seeded(10), *ours.shape)
+                gradients = [
+                    torch.autograd.grad((weights * t).sum(), values, retain_graph=True)[0] for t in (ours, theirs)
+                ]
+                close(*gradients)
+
+    # -- sharing --------------------------------------------------------------------------------------------------
+
+    def test_shifts_that_share_factorizations_do_not_mix(self) -> None:
+        """Every verb of M + d for one prior after the other, over one curvature, equals that over a fresh one."""
+        shared, dense = self.curvature(seeded(0))
+        p = len(dense)
+        x = normal(seeded(1), 2, 3, p)
+        turned = self.index(p).roll(1)  # as many groups, elsewhere
+        priors = [self.prior(kind, p, seeded(i)) for i, kind in enumerate(self.shifts * 2)]
+        if "grouped" in self.shifts and "element" in self.shifts:
+            priors.append(Diagonal(positive(seeded(5), int(turned.max()) + 1), p, turned))
+        for d in priors:
+            values = d.values.clone().requires_grad_()
+            op, exact = linalg.shift(shared, Diagonal(values, p, d.index)), dense + self.spread(d)
+            close(linalg.logdet(op), torch.logdet(exact))
+            close(torch.autograd.grad(linalg.logdet(op), values)[0].sum(), torch.linalg.inv(exact).trace())
+            op = linalg.shift(shared, d)
+            close(linalg.logdet(op), torch.logdet(exact))
+            close(linalg.solve(op, x), x @ torch.linalg.inv(exact))
+            close(linalg.covariance(op, x), x @ torch.linalg.inv(exact) @ x.mT)
+            doubled = linalg.scale(op, torch.tensor(2.0, dtype=torch.float64))
+            close(linalg.logdet(doubled), torch.logdet(2 * exact))
+
+    def test_a_prior_it_cannot_take_is_refused(self) -> None:
+        op, dense = self.curvature(seeded(0))
+        for kind in set(KINDS) - set(self.shifts):
+            with pytest.raises(Unsupported):
+                linalg.logdet(linalg.shift(op, self.prior(kind, len(dense), seeded(0))))
+
+
+def gram(generator: torch.Generator, m: int, p: int) -> Tensor:
+    r = normal(generator, m, p)
+    return r.mT @ r
+
+
+# -- the operators -----------------------------------------------------------------------------------------------
+
+
+class TestUniformDiagonal(Compliance):
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        values = positive(generator, 1)
+        return Diagonal(values, 7), torch.eye(7, dtype=torch.float64) * values
+
+
+class TestGroupedDiagonal(Compliance):
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        values, index = positive(generator, 3), torch.tensor([2, 0, 0, 1, 2, 2, 0])
+        return Diagonal(values, 7, index), torch.stack([values[i] for i in index]).diag()
+
+
+class TestElementDiagonal(Compliance):
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        values = positive(generator, 7)
+        return Diagonal(values, 7), values.diag()
+
+
+class TestDense(Compliance):
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        h = gram(generator, 4, 7)
+        return Dense(h), h
+
+
+class TestDenseIndefinite(Compliance):
+    """A Hessian: indefinite by less than any prior here."""
+
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        h = gram(generator, 4, 7) - 0.2 * torch.eye(7, dtype=torch.float64)
+        return Dense(h, psd=False), h
+
+
+class TestDenseWithScale(Compliance):
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        h, s = gram(generator, 9, 7), positive(generator, 1)[0]
+        return Dense(h, s), s * h
+
+
+class TestHeldRoot(Compliance):
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        r, w = normal(generator, 4, 9), positive(generator, 1)
+        return RootPlusDiagonal(HeldRows(r), Diagonal(w, 4)), w * r.mT @ r
+
+
+class TestHeldRootWithRowWeights(Compliance):
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        r, w, index = normal(generator, 6, 9), positive(generator, 3), torch.arange(6) % 3
+        each = torch.stack([w[i] for i in index])
+        return RootPlusDiagonal(HeldRows(r), Diagonal(w, 6, index)), r.mT @ each.diag() @ r
+
+
+class TestTallRoot(Compliance):
+    """More rows than columns: legal, if not thrifty."""
+
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        r = normal(generator, 8, 5)
+        return RootPlusDiagonal(HeldRows(r), Diagonal(torch.ones(1, dtype=torch.float64), 8)), r.mT @ r
+
+
+@dataclass(frozen=True, eq=False)
+class FakeStream:
+    """Rows that give ranges of columns only, of uneven widths, in float32 if so asked, and note what was asked."""
+
+    tensor: Tensor
+    width: int = 2
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tensor.shape[0], self.tensor.shape[1]
+
+    def ranges(self, beside: int = 0) -> Iterator[tuple[int, int]]:
+        start = 0
+        while start < self.shape[1]:
+            stop = min(self.shape[1], start + self.width + start % 2)
+            yield start, stop
+            start = stop
+
+    def block(self, start: int, stop: int) -> Tensor:
+        self.asked.append((start, stop))
+        return self.tensor[:, start:stop]
+
+
+class TestStreamedRoot(Compliance):
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        r, w = normal(generator, 4, 9), positive(generator, 1)
+        return RootPlusDiagonal(FakeStream(r), Diagonal(w, 4)), w * r.mT @ r
+
+
+class TestStreamedRootWithRowWeights(Compliance):
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        r, w, index = normal(generator, 6, 9), positive(generator, 3), torch.arange(6) % 3
+        each = torch.stack([w[i] for i in index])
+        return RootPlusDiagonal(FakeStream(r), Diagonal(w, 6, index)), r.mT @ each.diag() @ r
+
+
+class TestHeldRootWithManyGroups(TestHeldRootWithRowWeights):
+    """Past GROUPS values, K is formed anew for each prior instead of kept by group."""
+
+    @pytest.fixture(autouse=True)
+    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(root, "GROUPS", 2)
+
+
+# -- what only some operators have ---------------------------------------------------------------------------------
+
+
+def test_counts_and_restrictions_of_a_diagonal() -> None:
+    index = torch.tensor([1, 1, 0, 2, 1])
+    grouped = Diagonal(torch.tensor([3.0, 5.0, 7.0]), 5, index)
+    assert grouped.counts().tolist() == [1, 3, 1]
+    assert Diagonal(torch.ones(1), 5).counts().tolist() == [5]
+    assert Diagonal(torch.ones(5), 5).counts().tolist() == [1] * 5
+    for columns in (slice(0, 2), slice(1, 4), slice(4, 5), slice(2, None)):
+        for d in (grouped, Diagonal(torch.ones(1), 5), Diagonal(torch.arange(5.0), 5)):
+            part = d.restrict(columns)
+            assert torch.equal(part.dense(), d.dense()[columns])
+            assert part.size == len(part.dense())
+    assert grouped.restrict(slice(0, 2)).uniform
+    assert not grouped.restrict(slice(1, 4)).uniform
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_root_logdet_is_differentiable_in_its_row_weights(kind: str, seed: int) -> None:
+    generator, suite = seeded(seed), Compliance()
+    r, index, d = normal(generator, 6, 9), torch.arange(6) % 3, suite.prior(kind, 9, generator)
+    w = positive(generator, 3).requires_grad_()
+    op = linalg.shift(RootPlusDiagonal(HeldRows(r), Diagonal(w, 6, index)), d)
+    expected = torch.logdet(r.mT @ w[index].diag() @ r + suite.spread(d))
+    close(linalg.logdet(op), expected)
+    close(torch.autograd.grad(linalg.logdet(op), w)[0], torch.autograd.grad(expected, w)[0])
+
+
+def test_dense_logdet_is_differentiable_in_its_matrix() -> None:
+    """Noise per output moves the matrix itself."""
+    parts = torch.stack([gram(seeded(i), 3, 5) for i in range(2)])
+    w = torch.tensor([0.4, 1.3], dtype=torch.float64, requires_grad=True)
+    values = torch.tensor([0.9], dtype=torch.float64, requires_grad=True)
+    matrix = torch.einsum("g,gab->ab", w, parts)
+    value = linalg.logdet(linalg.shift(Dense(matrix), Diagonal(values, 5)))
+    expected = torch.logdet(w[0] * parts[0] + w[1] * parts[1] + values * torch.eye(5, dtype=torch.float64))
+    close(value, expected)
+    ours, theirs = (torch.autograd.grad(t, (w, values), retain_graph=True) for t in (value, expected))
+    close(ours[0], theirs[0])
+    close(ours[1], theirs[1])
+
+
+def test_covariance_of_streamed_rows_beside_a_streamed_root() -> None:
+    r, x = normal(seeded(0), 4, 9), normal(seeded(1), 6, 9)
+    d = Compliance().prior("grouped", 9, seeded(2))
+    rows, stream = FakeStream(r), FakeStream(x.float(), width=3)
+    op = linalg.shift(RootPlusDiagonal(rows, Diagonal(torch.ones(1, dtype=torch.float64), 4)), d)
+    inverse = torch.linalg.inv(r.mT @ r + Compliance.spread(d))
+    exact = x.float().double()
+    blocks = exact.reshape(2, 3, 9)
+    close(linalg.covariance(op, (stream, 3)), blocks @ inverse @ blocks.mT)
+    close(linalg.covariance(op, (stream, 6)), (exact @ inverse @ exact.mT).unsqueeze(0))
+    assert max(stop - start for start, stop in rows.asked + stream.asked) < 9  # neither was ever made whole
+    held = linalg.shift(RootPlusDiagonal(HeldRows(r), Diagonal(torch.ones(1, dtype=torch.float64), 4)), d)
+    close(linalg.covariance(held, (stream, 3)), blocks @ inverse @ blocks.mT)
+
+
+def test_a_streamed_root_reads_its_rows_once_for_every_scalar_prior() -> None:
+    stream = FakeStream(normal(seeded(0), 4, 9))
+    op = RootPlusDiagonal(stream, Diagonal(torch.ones(1, dtype=torch.float64), 4))
+    blocks = len(list(stream.ranges()))
+    for value in (0.1, 1.0, 10.0):
+        moving = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+        linalg.logdet(linalg.shift(op, Diagonal(moving, 9))).backward()
+    assert len(stream.asked) == blocks
+
+
+def test_many_precisions_cannot_be_tuned_over_streamed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root, "GROUPS", 2)
+    r, values = normal(seeded(0), 4, 9), positive(seeded(1), 9)
+    op = RootPlusDiagonal(FakeStream(r), Diagonal(torch.ones(1, dtype=torch.float64), 4))
+    fixed = linalg.shift(op, element_wise(values))
+    close(linalg.logdet(fixed), torch.logdet(r.mT @ r + values.diag()))
+    close(linalg.traces(fixed, element_wise(values)), (r.mT @ r + values.diag()).diagonal())
+    with pytest.raises(Unsupported, match="memory_budget"):
+        linalg.logdet(linalg.shift(op, Diagonal(values.requires_grad_(), 9)))
+
+
+def test_a_root_alone_is_singular_and_says_so() -> None:
+    op = RootPlusDiagonal(HeldRows(normal(seeded(0), 2, 5)), Diagonal(torch.ones(1, dtype=torch.float64), 2))
+    for verb in (linalg.logdet, lambda op: linalg.solve(op, torch.ones(5)), lambda op: linalg.draw(op, 1, seeded(0))):
+        with pytest.raises(Unsupported, match="prior precision"):
+            verb(op)
+
+
+# -- a missing pair of operator and verb ---------------------------------------------------------------------------
+
+VERBS = ("mv", "scale", "shift", "solve", "logdet", "draw", "covariance", "diagonal", "to_dense")
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_missing_verb_raises_and_names_alternatives(name: str) -> None:
+    class Banded:
+        pass
+
+    with pytest.raises(Unsupported) as caught:
+        getattr(linalg, name)(Banded(), torch.ones(1))
+    text = str(caught.value)
+    assert isinstance(caught.value, LapwingError)
+    assert name in text
+    assert "Banded" in text
+    assert sum(known in text for known in ("Dense", "Diagonal", "RootPlusDiagonal")) >= 2
+    assert f"linalg.{name}.register" in text
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_operator_has_every_verb(name: str) -> None:
+    generic = getattr(linalg, name)
+    for operator in (Dense, Diagonal, RootPlusDiagonal):
+        assert generic.dispatch(operator) is not generic.dispatch(object)
+
+
+# -- the jitter policy ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    """Warnings are errors in this suite; said aloud where silence is the point."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_a_positive_definite_matrix_takes_no_jitter() -> None:
+    matrix = gram(seeded(0), 9, 6)
+    with no_warning():
+        factor, jitter = linalg.cholesky(matrix)
+    assert jitter == 0.0
+    close(factor @ factor.mT, matrix)
+    op = linalg.shift(Dense(matrix), Diagonal(torch.ones(1, dtype=torch.float64), 6))
+    linalg.solve(op, matrix[0])
+    assert op.cache["jitter"] == 0.0
+
+
+def test_rounding_takes_a_jitter_that_is_said_and_recorded() -> None:
+    """A singular matrix whose last pivot is lost to rounding: 10·p·ε·max(diag), once, with a warning."""
+    matrix = 4 * torch.ones(3, 3, dtype=torch.float64)
+    expected = 10 * 3 * torch.finfo(torch.float64).eps * 4
+    with pytest.warns(LapwingWarning, match=re.escape(f"{expected:.3g}")) as caught:
+        factor, jitter = linalg.cholesky(matrix)
+    assert len(caught) == 1
+    assert jitter == expected
+    close(factor @ factor.mT, matrix)
+    op = Dense(matrix)
+    with pytest.warns(LapwingWarning, match="jitter"):
+        linalg.draw(op, 2, seeded(0))
+    with no_warning():
+        linalg.solve(op, matrix[0])  # the same factor: said once
+    assert op.cache["jitter"] == expected
+
+
+@pytest.mark.parametrize("least", [-0.5, -1e-6])
+def test_an_indefinite_matrix_is_an_error_with_its_least_eigenvalue(least: float) -> None:
+    q = torch.linalg.qr(normal(seeded(0), 4, 4)).Q
+    matrix = q @ torch.tensor([least, 0.3, 1.0, 2.0], dtype=torch.float64).diag() @ q.mT
+    matrix = (matrix + matrix.mT) / 2
+    with pytest.raises(NotPositiveDefinite, match=re.escape(f"{least:.6g}")) as caught:
+        linalg.cholesky(matrix)
+    assert "prior precision" in str(caught.value)
+    op = Dense(matrix, psd=False)
+    for verb in (
+        lambda: linalg.solve(op, matrix[0]),
+        lambda: linalg.draw(op, 1, seeded(0)),
+        lambda: linalg.covariance(op, matrix.reshape(2, 2, 4)),
+        lambda: linalg.logdet(op),
+    ):
+        with pytest.raises(NotPositiveDefinite, match=re.escape(f"{least:.6g}")):
+            verb()
+
+
+def test_an_indefinite_precision_is_an_error_on_every_route_to_its_logdet() -> None:
+    """Eigenvalues (a uniform prior that moves), Cholesky, and autograd through the matrix."""
+    matrix = torch.tensor([2.0, -0.5, 1.0], dtype=torch.float64).diag()
+    uniform = torch.tensor([0.25], dtype=torch.float64, requires_grad=True)
+    each = torch.full((3,), 0.25, dtype=torch.float64, requires_grad=True)
+    for op in (
+        linalg.shift(Dense(matrix, psd=False), Diagonal(uniform, 3)),
+        linalg.shift(Dense(matrix, psd=False), Diagonal(each, 3)),
+        linalg.shift(Dense(matrix.clone().requires_grad_(), psd=False), Diagonal(uniform, 3)),
+    ):
+        with pytest.raises(NotPositiveDefinite, match=r"-0\.25"):
+            linalg.logdet(op)
+
+
+def test_a_gram_matrix_beyond_rounding_is_not_clipped() -> None:
+    values = torch.tensor([-1e-6, 0.5, 1.0], dtype=torch.float64)
+    with pytest.raises(NotPositiveDefinite, match="-1e-06"):
+        linalg.clip(values)
+    kept, report = linalg.clip(values, psd=False)
+    assert torch.equal(kept, values)
+    assert report == {"clipped": 0.0, "least": -1e-6}
+
+
+def test_eigenvalues_below_zero_by_rounding_are_clipped_and_counted() -> None:
+    values = torch.tensor([-1e-15, -2e-16, 0.0, 1.0], dtype=torch.float64)
+    kept, report = linalg.clip(values)
+    assert kept.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert report == {"clipped": 2.0, "least": -1e-15}
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_the_clipping_of_a_rank_deficient_curvature_is_reported(form: str) -> None:
+    r = normal(seeded(0), 3, 40)
+    r = torch.cat([r, r.flip(0)])  # rows repeat: RRᵀ is singular too
+    values = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    one = Diagonal(torch.ones(1, dtype=torch.float64), 6)
+    curvature: Any = Dense(r.mT @ r) if form == "primal" else RootPlusDiagonal(HeldRows(r), one)
+    with no_warning():
+        value = linalg.logdet(linalg.shift(curvature, Diagonal(values, 40)))
+    close(value, torch.logdet(r.mT @ r + 0.5 * torch.eye(40, dtype=torch.float64)))
+    gram_matrix = r.mT @ r if form == "primal" else r @ r.mT
+    raw = torch.linalg.eigvalsh(gram_matrix)
+    assert curvature.cache["clipping"] == {"clipped": float((raw < 0).sum()), "least": float(raw.min())}
+    assert curvature.cache["clipping"]["clipped"] > 0  # or this test checks nothing
+    assert float(curvature.cache["eigenvalues"].min()) >= 0.0
+
+
+def test_a_precision_with_nan_is_an_error_that_says_so() -> None:
+    matrix = gram(seeded(0), 5, 4)
+    matrix[1, 1] = torch.nan
+    with pytest.raises(NotPositiveDefinite, match="NaN"):
+        linalg.solve(Dense(matrix), torch.ones(4, dtype=torch.float64))
