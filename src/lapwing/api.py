@@ -30,7 +30,12 @@ from lapwing.tune import Tuning
 
 SMALL = 4_000  # structure="auto": full while min(P, N·C) stays within this
 FEW_OUTPUTS = 16  # factor="auto": exact up to this many outputs
-STRUCTURES = {"full": curvature.Full, "diag": curvature.Diagonal}
+STRUCTURES = {
+    "full": curvature.Full,
+    "kron": curvature.Kronecker,
+    "block": curvature.Block,
+    "diag": curvature.Diagonal,
+}
 LIKELIHOODS = {
     "gaussian": likelihoods.Gaussian,
     "categorical": likelihoods.Categorical,
@@ -64,7 +69,7 @@ def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussia
 def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
     if structure == "auto":
         small = min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL
-        structure = "full" if small else "diag"
+        structure = "full" if small else "kron"
     if isinstance(structure, str):
         if structure not in STRUCTURES:
             raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
@@ -307,6 +312,7 @@ def laplace(
         as_factor(factor, seen, likelihood),
         generator=generator,
         progress=progress,
+        seen=seen,
     )
     return _assemble(state, bound, likelihood, budget)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lapwing import curvature, likelihoods, priors
-from lapwing.curvature import Factor, State
+from lapwing.curvature import Factor, Part, State
 from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -89,6 +90,7 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
         "n": state.n,
         "fingerprints": state.fingerprints,
+        "parts": [asdict(part) for part in state.parts],
         "coverage": state.coverage,
         "holds_data": state.holds_data,
         "inputs": inputs,
@@ -118,6 +120,7 @@ def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: Ta
             (_unpack_tree(spec, tensors, device), tensors[f"batch.{i}.cotangents"].to(device))
             for i, spec in enumerate(header["inputs"])
         ),
+        parts=tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in header["parts"]),
         coverage=header["coverage"],
     )
 

@@ -1,9 +1,24 @@
 """The curvature of a network over data."""
 
+from lapwing.curvature import rules
 from lapwing.curvature.accumulate import Probe, accumulate, probe
-from lapwing.curvature.diagonal import Diagonal
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.full import BUDGET, Full
+from lapwing.curvature.full import Full
+from lapwing.curvature.layered import BUDGET, Block, Diagonal, Kronecker
+from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State
 
-__all__ = ["BUDGET", "Diagonal", "Factor", "Full", "Probe", "State", "accumulate", "probe"]
+__all__ = [
+    "BUDGET",
+    "Block",
+    "Diagonal",
+    "Factor",
+    "Full",
+    "Kronecker",
+    "Part",
+    "Probe",
+    "State",
+    "accumulate",
+    "probe",
+    "rules",
+]

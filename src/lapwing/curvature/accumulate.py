@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lapwing import data as loading
 from lapwing.curvature.factor import Factor, cotangents, output_factor
+from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
@@ -39,13 +40,15 @@ class Structure(Protocol):
         """Itself, with every automatic choice made."""
         ...
 
-    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor) -> Accumulator: ...
+    def start(
+        self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe
+    ) -> Accumulator: ...
 
     def operator(self, state: State, weights: Tensor) -> Any:
         """Σ_g w_g G_g as an operator, without the prior."""
         ...
 
-    def coverage(self, tangent: TangentModel) -> dict[str, str]:
+    def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         """How each selected parameter is treated."""
         ...
 
@@ -80,14 +83,16 @@ def accumulate(
     *,
     generator: torch.Generator | None = None,
     progress: bool = False,
+    seen: Probe | None = None,
 ) -> State:
     """Accumulate the curvature of a network over data in one pass."""
     factor = Factor(factor) if isinstance(factor, str) else factor
     generator = generator or torch.Generator().manual_seed(0)
     batches = loading.as_batches(data)
     weights = likelihood.curvature_weights(factor.kind)
-    structure = structure.resolved(probe(tangent, batches), factor)
-    accumulator = structure.start(tangent, likelihood, factor)
+    seen = seen or probe(tangent, batches)
+    structure = structure.resolved(seen, factor)
+    accumulator = structure.start(tangent, likelihood, factor, seen)
     n, statistics = 0, {}  # type: ignore[var-annotated]
     for x, y in loading.passes(batches, tangent.device, progress, str(structure)):
         loading.check_finite(x, "the inputs")
@@ -106,6 +111,7 @@ def accumulate(
         accumulator.observe(x, y, f, u.reshape(*u.shape[:2], *f.shape[1:]) if factor.kind != "hessian" else u, column)
         n += len(f)
     sums, kept = accumulator.finish()
+    parts = getattr(accumulator, "parts", ())
     return State(
         structure=structure,
         factor=factor,
@@ -117,7 +123,8 @@ def accumulate(
         statistics=statistics,
         sums=sums,
         batches=kept,
-        coverage=structure.coverage(tangent),
+        parts=parts,
+        coverage=structure.coverage(parts, tangent),
     )
 
 

@@ -18,13 +18,13 @@ from lapwing import tree
 from lapwing.curvature.accumulate import Accumulator, Probe
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.hessian import HessianSum
+from lapwing.curvature.layered import BUDGET
 from lapwing.curvature.state import State
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal
 from lapwing.tangent import StreamedRows, TangentModel, pieces_of
 
-BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 ROWS = 2048  # rows gathered before they are multiplied
 PANEL = 768  # columns of the lower triangle multiplied at a time
 
@@ -58,7 +58,7 @@ class Full:
             )
         return replace(self, form=form)
 
-    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor) -> Accumulator:
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         groups = len(likelihood.curvature_weights(factor.kind))
         if factor.kind == "hessian":
             return HessianSum(tangent, likelihood, groups)
@@ -87,7 +87,7 @@ class Full:
             state.cache["rows"] = HeldRows(rows.block(0, rows.shape[1]).to(torch.float64))
         return state.cache["rows"]
 
-    def coverage(self, tangent: TangentModel) -> dict[str, str]:
+    def coverage(self, parts: tuple[Any, ...], tangent: TangentModel) -> dict[str, str]:
         return dict.fromkeys(tangent.layout.names, f"exact ({self.form})")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lapwing.curvature.factor import Factor
+from lapwing.curvature.parts import Part
 from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -31,6 +32,7 @@ class State:
     n: int  # examples
     statistics: dict[str, Tensor]
     sums: dict[str, Tensor]
+    parts: tuple[Part, ...] = ()  # of structures that treat the network part by part
     batches: tuple[tuple[Any, Tensor], ...] = ()  # (inputs, cotangents (n, K, ..., c))
     coverage: dict[str, str] = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict)  # factorizations, made on demand
@@ -47,6 +49,7 @@ class State:
         for what, mine, theirs in [
             ("structures", self.structure, other.structure),
             ("output factors", self.factor, other.factor),
+            ("treatments of parameters", self.parts, other.parts),
             ("likelihoods", (self.likelihood, self.weights), (other.likelihood, other.weights)),
         ]:
             if mine != theirs:

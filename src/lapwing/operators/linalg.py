@@ -136,11 +136,13 @@ def spectrum(matrix: Tensor, psd: bool) -> tuple[Tensor, dict[str, float]]:
     return clip(values, psd)
 
 
-def clip(values: Tensor, psd: bool = True) -> tuple[Tensor, dict[str, float]]:
+def clip(values: Tensor, psd: bool = True, eps: float | None = None) -> tuple[Tensor, dict[str, float]]:
+    """Clip rounding below zero; `eps` is that of the numbers the matrix was summed from, if coarser."""
     if not psd:
         return values, {"clipped": 0.0, "least": float(values.min())}
-    rounding = 100 * values.numel() * torch.finfo(values.dtype).eps * float(values.abs().max())
-    least = float(values.min())
+    eps = eps or torch.finfo(values.dtype).eps
+    rounding = 100 * values.shape[-1] * eps * float(values.detach().abs().max())
+    least = float(values.detach().min())
     if least < -rounding:
         raise not_positive_definite(least)
     return values.clamp(min=0), {"clipped": float((values < 0).sum()), "least": least}

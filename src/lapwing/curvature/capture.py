@@ -1,0 +1,123 @@
+"""One run of the network that keeps each layer's input and gives its output gradients for any cotangents.
+
+    record = Capture(tangent, parts).run(x);   record.f (n, ..., c)
+    record.pull(u)  for u (n, K, ..., c)  ->  [(part, a, g (K, n, s, b, o)), ...]
+
+Only gradients with respect to layer outputs are computed: no gradient of a weight is ever formed. The user's own
+hooks stay, and see what they always saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from lapwing.curvature.parts import Part
+from lapwing.errors import InvalidValue
+from lapwing.tangent import TangentModel
+from lapwing.tangent.kernels import plain_kernels
+from lapwing.tangent.linearize import evaluating
+
+
+@dataclass(eq=False)
+class Record:
+    """What one run left behind."""
+
+    model: nn.Module
+    parts: tuple[Part, ...]
+    f: Tensor
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    columns_at_once: bool
+    leaves: dict[str, Tensor]
+    handed_on: dict[str, Tensor] = field(default_factory=dict)  # copies that went on through the network
+
+    @property
+    def called(self) -> list[Part]:
+        return [part for part in self.parts if part.name in self.outputs]
+
+    def views(self) -> dict[str, Any]:
+        return {part.name: part.view(self.model, self.inputs[part.name], len(self.f)) for part in self.called}
+
+    @property
+    def column_bytes(self) -> int:
+        """Memory of one cotangent's gradients over all layers."""
+        return sum(t.numel() * t.element_size() for t in self.outputs.values())
+
+    def pull(self, u: Tensor) -> dict[str, Tensor]:
+        """Output gradients of each layer, {module: (K, n, s, b, o)}, for cotangents u (n, K, ..., c)."""
+        called = self.called
+        if not called:
+            return {}
+        u = u.transpose(0, 1).to(self.f).reshape(u.shape[1], *self.f.shape)
+        outs = [self.outputs[part.name] for part in called]
+        if self.columns_at_once:
+            grads = torch.autograd.grad(
+                self.f, outs, u, retain_graph=True, is_grads_batched=True, allow_unused=True
+            )
+        else:
+            columns = [torch.autograd.grad(self.f, outs, one, retain_graph=True, allow_unused=True) for one in u]
+            grads = tuple(
+                None if g[0] is None else torch.stack(g) for g in zip(*columns, strict=True)  # type: ignore[arg-type]
+            )
+        out = {}
+        for part, g, z in zip(called, grads, outs, strict=True):
+            g = z.new_zeros(len(u), *z.shape) if g is None else g
+            out[part.name] = part.outputs(self.model, g, len(self.f))
+        return out
+
+
+class Capture:
+    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], clone_all: bool = False) -> None:
+        self.tangent, self.clone_all = tangent, clone_all
+        self.parts = tuple(part for part in parts if not part.generic)
+        self.unused = tuple(part for part in parts if part.kind == "unused")
+        # Batched columns suit matrix products; convolutions are faster one column at a time.
+        self.columns_at_once = not any(isinstance(m, _ConvNd) for m in tangent.model.modules())
+
+    def run(self, x: Any) -> Record:
+        model, names = self.tangent.model, {n for part in self.parts for n in part.parameters}
+        leaves = {n: p.detach().requires_grad_(n in names) for n, p in self.tangent.params.items()}
+        record = Record(model, self.parts, torch.empty(0), {}, {}, self.columns_at_once, leaves)
+        handles = list(self._hooks(record))
+        try:
+            with torch.enable_grad(), evaluating(model), plain_kernels():
+                record.f = self.tangent.apply(leaves, x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return record
+
+    def _hooks(self, record: Record) -> Iterator[Any]:
+        modules = dict(record.model.named_modules())
+        for part in self.parts:
+
+            def keep(_m: Any, args: Any, kwargs: Any, out: Any, part: Part = part) -> Any:
+                if part.name in record.outputs:
+                    raise InvalidValue(
+                        f"layer {part.name} was called twice on a batch, but once on the first one; its treatment was "
+                        "chosen for one call: use structure='full', or leave it out of the subset"
+                    )
+                record.inputs[part.name] = args[0] if args else next(iter(kwargs.values()))
+                record.outputs[part.name] = out
+                if self.clone_all or part.clone:
+                    record.handed_on[part.name] = out.clone()
+                    return record.handed_on[part.name]
+                return None
+
+            yield modules[part.name].register_forward_hook(keep, with_kwargs=True, prepend=True)
+        for part in self.unused:
+
+            def refuse(_m: Any, args: Any, out: Any, part: Part = part) -> None:
+                raise InvalidValue(
+                    f"{part.name} was not used on the first batch and is now: control flow depends on the data; "
+                    "use structure='full', or leave it out of the subset"
+                )
+
+            if part.name in modules:
+                yield modules[part.name].register_forward_hook(refuse)

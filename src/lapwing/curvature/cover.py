@@ -1,0 +1,181 @@
+"""Coverage that is proved: which rule speaks for which parameter, checked against autograd on a probe batch.
+
+For random cotangents of the first half of the examples, the gradient that a rule implies from its own examples,
+Σ_n Σ_s g ⊗ a, must equal autograd's. A parameter that is tied, used twice or functionally, hidden from a fused
+kernel, masked, or of a layer without a rule fails that (or never gets there) and is treated by an exact generic
+block. Nothing is dropped; `reason` says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing import tree
+from lapwing.curvature.capture import Capture, Record
+from lapwing.curvature.parts import Part
+from lapwing.curvature.rules import rule_for
+from lapwing.errors import InvalidValue
+from lapwing.tangent import TangentModel
+from lapwing.tangent.kernels import plain_kernels
+from lapwing.tangent.linearize import evaluating
+
+PROBE = 4  # examples
+
+
+def cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
+    """Parts for all selected parameters, in the order of the network, of kind '' (rule or generic) or 'unused'."""
+    x = _few(tangent, x)
+    candidates, reasons = _candidates(tangent)
+    candidates, why = _called_once(tangent, candidates, x)
+    reasons |= why
+    proved, why = _prove(tangent, candidates, x)
+    reasons |= why
+    claimed = {n for part in proved for n in part.parameters}
+    gradient = _gradient(tangent, x)
+    rest = [
+        Part(
+            n,
+            "unused" if gradient[n] is None else "",
+            n,
+            None,
+            (1, 1, tangent.layout.numel(n)),
+            generic=True,
+            reason="no output depends on it" if gradient[n] is None else reasons.get(n, "a bare parameter"),
+        )
+        for n in tangent.layout.names
+        if n not in claimed
+    ]
+    order = {n: i for i, n in enumerate(tangent.layout.names)}
+    return tuple(sorted([*proved, *rest], key=lambda part: order[part.parameters[0]]))
+
+
+def _few(tangent: TangentModel, x: Any) -> Any:
+    """A few examples: at least two, so that examples can be told apart."""
+    n = len(tangent(x))
+    try:
+        if tree.batch_size(x) != n:
+            return x
+    except InvalidValue:
+        return x
+    return tree.map_tensors(lambda t: torch.cat([t, t]), x) if n == 1 else tree.rows_of(x, slice(0, PROBE))
+
+
+def _candidates(tangent: TangentModel) -> tuple[list[Part], dict[str, str]]:
+    """Modules with a rule for their weight and bias, and why the other parameters have none."""
+    names = {id(p): n for n, p in tangent.model.named_parameters()}
+    users = Counter(
+        names[id(p)] for m in tangent.model.modules() for p in m._parameters.values() if p is not None
+    )
+    parts, reasons = [], {}
+    for path, module in tangent.model.named_modules():
+        rule = rule_for(module)
+        for local, p in module._parameters.items():
+            if p is None or names[id(p)] not in tangent.layout.shapes:
+                continue
+            name = names[id(p)]
+            if users[name] > 1:
+                reasons[name] = "tied: several modules share it"
+            elif name in tangent.layout.masks:
+                reasons[name] = "only some of its elements are selected"
+            elif rule is None:
+                reasons[name] = f"{type(module).__name__} has no rule for it"
+            elif local not in ("weight", "bias"):
+                reasons[name] = f"{type(module).__name__}'s rule does not know '{local}'"
+        if rule is None:
+            continue
+        own = {k: names[id(p)] for k, p in module._parameters.items() if p is not None}
+        mine = {k: n for k, n in own.items() if k in ("weight", "bias") and n in tangent.layout.shapes and n not in reasons}
+        if mine:
+            b, o, i = rule.shape(module)
+            width = (i if "weight" in mine else 0) + ("bias" in mine)
+            parts.append(Part(path, "", mine.get("weight"), mine.get("bias"), (b, o, width), rule.transposed))
+    return parts, reasons
+
+
+def _called_once(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
+    calls: Counter[str] = Counter()
+    modules = dict(tangent.model.named_modules())
+    handles = [
+        modules[p.name].register_forward_hook(lambda _m, _i, _o, name=p.name: calls.update([name])) for p in parts
+    ]
+    try:
+        tangent(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    reasons = {
+        n: "its module is not called itself" if calls[p.name] == 0 else f"its module is called {calls[p.name]} times"
+        for p in parts
+        for n in p.parameters
+        if calls[p.name] != 1
+    }
+    return [p for p in parts if calls[p.name] == 1], reasons
+
+
+def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
+    record = Capture(tangent, tuple(parts), clone_all=True).run(x)
+    if not parts:
+        return [], {}
+    n = len(record.f)
+    first = max(1, n // 2)
+    u = torch.randn(record.f.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(record.f)
+    u[first:] = 0
+    wanted = [record.leaves[name] for part in parts for name in part.parameters]
+    found = torch.autograd.grad(record.f, wanted, u, retain_graph=True, allow_unused=True)
+    truth = dict(zip((name for part in parts for name in part.parameters), found, strict=True))
+    proved, reasons = [], {}
+    for part in parts:
+        if _agrees(record, part, u, first, truth):
+            touched = record.handed_on[part.name]._version > 0
+            proved.append(replace(part, clone=touched))
+        else:
+            text = f"{type(tangent.model.get_submodule(part.name)).__name__}'s rule does not give autograd's gradient here"
+            reasons |= dict.fromkeys(part.parameters, text)
+    return proved, reasons
+
+
+def _agrees(record: Record, part: Part, u: Tensor, first: int, truth: dict[str, Tensor | None]) -> bool:
+    one = replace_parts(record, part)
+    try:
+        g = one.pull(u.unsqueeze(1))[part.name][:, :first]
+        implied = part.split(one.views()[part.name].chunk(slice(0, first)).outer(g).sum(1)[0])
+    except (RuntimeError, ValueError, IndexError):  # shapes that the rule did not expect
+        return False
+    eps = torch.finfo(record.f.dtype).eps
+    for name, vector in implied.items():
+        want = truth[name]
+        want = torch.zeros_like(vector) if want is None else want.reshape(-1)
+        if vector.shape != want.shape:
+            return False
+        gap = (vector.to(want) - want).double().norm()
+        if not float(gap) <= min(0.1, 1e4 * eps) * float(want.double().norm()) + 1e-300:
+            return False
+    return True
+
+
+def replace_parts(record: Record, part: Part) -> Record:
+    return replace(record, parts=(part,))
+
+
+def _gradient(tangent: TangentModel, x: Any) -> dict[str, Tensor | None]:
+    """Autograd's gradient of random cotangents; None for a parameter that no output depends on."""
+    leaves = {n: p.detach().requires_grad_() for n, p in tangent.params.items()}
+    with torch.enable_grad(), evaluating(tangent.model), plain_kernels():
+        f = tangent.apply(leaves, x)
+    if not f.requires_grad:
+        return dict.fromkeys(leaves)
+    grads = torch.autograd.grad(f, list(leaves.values()), torch.ones_like(f), allow_unused=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def explain(part: Part, model: nn.Module) -> str:
+    """What a parameter of this part gets, in words."""
+    what = {"kron": "Kronecker", "dense": "exact block", "diagonal": "exact diagonal", "unused": "prior only"}[part.kind]
+    if not part.generic:
+        return f"{what} ({type(model.get_submodule(part.name)).__name__} rule)"
+    return f"{what}: {part.reason}" if part.kind == "unused" else f"{what}, generic: {part.reason}"

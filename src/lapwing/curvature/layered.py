@@ -1,0 +1,176 @@
+"""Structures that treat the network part by part: kron, block and diag, through one accumulator.
+
+    Kronecker   linear maps by Kronecker factors; scales of normalization layers by their exact block
+    Block       the exact dense block of every part
+    Diagonal    the exact diagonal
+
+They differ only in which kind of sum a part gets (`kind_of`); a parameter that no rule speaks for gets an exact
+block if it is small, else its exact diagonal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.accumulate import Accumulator, Probe
+from lapwing.curvature.capture import Capture
+from lapwing.curvature.cover import cover, explain
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.parts import Part
+from lapwing.curvature.state import State
+from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import Blocks, Dense, Kronecker as KroneckerOperator
+from lapwing.operators import Diagonal as DiagonalOperator
+from lapwing.tangent import TangentModel, pieces_of
+
+BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
+SMALL = 1024  # parameters of a generic or element-wise part that still gets a dense block
+
+
+@dataclass(frozen=True)
+class Layered:
+    """What the three structures share."""
+
+    memory_budget: int = field(default=BUDGET, compare=False)
+
+    def kind_of(self, part: Part) -> str:
+        raise NotImplementedError
+
+    def resolved(self, probe: Probe, factor: Factor) -> Any:
+        if factor.kind == "hessian":
+            raise InvalidValue(f"factor='hessian' needs structure='full'; use factor='exact' with '{self}'")
+        return self
+
+    def parts(self, tangent: TangentModel, x: Any) -> tuple[Part, ...]:
+        found = cover(tangent, x)
+        return tuple(part if part.kind == "unused" else replace(part, kind=self.kind_of(part)) for part in found)
+
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        weights = len(likelihood.curvature_weights(factor.kind))
+        return LayeredSum(tangent, self.parts(tangent, probe.inputs), weights, self)
+
+    def operator(self, state: State, weights: Tensor) -> Blocks:
+        if "index" not in state.cache:
+            state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
+        ops = tuple(_operator(part, state, weights) for part in state.parts)
+        return Blocks(ops, state.cache["index"])
+
+    def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        return {n: explain(part, tangent.model) for part in state_parts for n in part.parameters}
+
+
+@dataclass(frozen=True)
+class Kronecker(Layered):
+    sharing: str = "expand"  # over shared positions: "expand" or "reduce"
+
+    def __post_init__(self) -> None:
+        if self.sharing not in ("expand", "reduce"):
+            raise InvalidValue(f"sharing must be 'expand' or 'reduce', got {self.sharing!r}")
+
+    def __str__(self) -> str:
+        return "kron" if self.sharing == "expand" else "kron (reduce)"
+
+    def kind_of(self, part: Part) -> str:
+        elementwise = part.shape[1] == 1 and part.shape[0] > 1 and part.shape[2] <= 2
+        if part.generic or elementwise:
+            return "dense" if part.size <= SMALL else "diagonal"
+        return "kron"
+
+
+@dataclass(frozen=True)
+class Block(Layered):
+    def __str__(self) -> str:
+        return "block"
+
+    def kind_of(self, part: Part) -> str:
+        if part.size**2 * 16 > 2**37:
+            raise InvalidValue(
+                f"structure='block' needs a {part.size} x {part.size} matrix for {part.name}; use 'kron' or 'diag'"
+            )
+        return "dense"
+
+
+@dataclass(frozen=True)
+class Diagonal(Layered):
+    def __str__(self) -> str:
+        return "diag"
+
+    def kind_of(self, part: Part) -> str:
+        return "diagonal"
+
+
+def _operator(part: Part, state: State, weights: Tensor) -> Any:
+    def stored(key: str) -> Tensor:
+        return state.sums[f"{part.name}/{key}"].to(weights)
+
+    if part.kind == "kron":
+        b = stored("B")
+        mixed = b[0] if len(weights) == 1 else torch.einsum("h,hboq->boq", weights, b)
+        s = (weights[0] if len(weights) == 1 else weights.new_ones(())) / stored("count").clamp(min=1)
+        eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
+        cache = state.cache.setdefault(part.name, {}) if len(weights) == 1 else {}
+        return KroneckerOperator(stored("A"), mixed, s, name=part.name, eps=eps, cache=cache)
+    if part.kind == "dense":
+        gram = stored("gram")
+        if len(weights) == 1:
+            return Dense(gram[0], weights[0], cache=state.cache.setdefault(part.name, {}))
+        return Dense(torch.einsum("h,hab->ab", weights, gram))
+    if part.kind == "diagonal":
+        return DiagonalOperator(weights @ stored("diagonal"), part.size)
+    return DiagonalOperator(weights.new_zeros(part.size), part.size)
+
+
+class LayeredSum:
+    """One capture a batch; each part's sum takes what it needs of it."""
+
+    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], weights: int, structure: Layered) -> None:
+        self.tangent, self.parts, self.weights = tangent, parts, weights
+        self.budget = structure.memory_budget
+        self.capture = Capture(tangent, parts)
+        self.generic = tuple(part for part in parts if part.generic and part.kind != "unused")
+        self.sums: dict[str, Any] = {}
+        for part in parts:
+            if part.kind == "kron":
+                assert isinstance(structure, Kronecker)
+                self.sums[part.name] = KroneckerSum(part, weights, tangent.device, structure.sharing)
+            elif part.kind == "dense":
+                self.sums[part.name] = DenseSum(part, weights, tangent.device)
+            elif part.kind == "diagonal":
+                self.sums[part.name] = DiagonalSum(part, weights, tangent.device)
+
+    def forward(self, x: Any) -> Tensor:
+        self.record = self.capture.run(x)
+        return self.record.f.detach()
+
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        record, n = self.record, len(f)
+        views = record.views()
+        for name, view in views.items():
+            self.sums[name].see(view, n)
+        step = max(1, self.budget // 4 // max(1, record.column_bytes * self.weights)) * self.weights
+        for start in range(0, u.shape[1] if views else 0, step):
+            gradients = record.pull(u[:, start : start + step])
+            for name, g in gradients.items():
+                self.sums[name].add(views[name], g, self.budget // 4)
+        self._observe_generic(x, u.to(f))
+        del self.record
+
+    def _observe_generic(self, x: Any, u: Tensor) -> None:
+        if not self.generic:
+            return
+        names = tuple(part.name for part in self.generic)
+        sizes = [part.size for part in self.generic]
+        each = u.shape[1] * sum(sizes) * u.element_size()
+        for piece, cotangent in pieces_of(x, u, each, self.budget // 4):
+            rows = self.tangent.pulled(piece, cotangent, names).transpose(0, 1)  # (K, n, p)
+            for name, own in zip(names, rows.split(sizes, -1), strict=True):
+                self.sums[name].add_rows(own)
+
+    def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        return {f"{name}/{key}": v for name, s in self.sums.items() for key, v in s.result().items()}, ()

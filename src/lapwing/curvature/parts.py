@@ -1,0 +1,85 @@
+"""Parts: how the parameter vector is cut, one part a layer, and how each is treated.
+
+A part is a matrix W (b, o, i) (see rules/view.py) of a layer's selected weight and bias, or the vector of a
+parameter that no rule speaks for. `kind` says what is kept of its curvature:
+
+    kron      (1/count) B ⊗ A                  dense     the exact block                 diagonal  its exact diagonal
+    unused    nothing: no output depends on it, so its posterior is its prior
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.curvature.rules import DenseInputs, OneHotInputs, rule_for
+from lapwing.curvature.rules.base import with_ones
+from lapwing.tree import Layout
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str  # the module, or the parameter if generic
+    kind: str
+    weight: str | None
+    bias: str | None
+    shape: tuple[int, int, int]  # (b, o, i), the bias counted in i
+    transposed: bool = False
+    generic: bool = False
+    clone: bool = False  # the module's output is changed in place later, so keep a copy
+    reason: str = ""
+
+    @property
+    def size(self) -> int:
+        b, o, i = self.shape
+        return b * o * i
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(n for n in (self.weight, self.bias) if n is not None)
+
+    def index(self, layout: Layout) -> Tensor:
+        """Where W[b, o, i], row-major, stands in the parameter vector, (b·o·i,)."""
+        slices = layout.slices()
+        columns = []
+        b, o, i = self.shape
+        if self.weight is not None:
+            s = slices[self.weight]
+            inner = i - (self.bias is not None)
+            where = torch.arange(s.start, s.stop)
+            columns.append(where.reshape(b, inner, o).mT if self.transposed else where.reshape(b, o, inner))
+        if self.bias is not None:
+            s = slices[self.bias]
+            columns.append(torch.arange(s.start, s.stop).reshape(b, o, 1))
+        return torch.cat(columns, -1).reshape(-1)
+
+    def split(self, matrix: Tensor) -> dict[str, Tensor]:
+        """(..., b, o, i) as {parameter: (..., elements)}, in the order that the parameters are stored."""
+        out = {}
+        inner = self.shape[2] - (self.bias is not None and self.weight is not None)
+        if self.weight is not None:
+            w = matrix[..., :inner]
+            out[self.weight] = (w.mT if self.transposed else w).flatten(-3)
+        if self.bias is not None:
+            out[self.bias] = matrix[..., -1].flatten(-2)
+        return out
+
+    def view(self, model: nn.Module, x: Tensor, n: int) -> Any:
+        """The layer's inputs, with a 1 for the bias."""
+        module = model.get_submodule(self.name)
+        rule = rule_for(module)
+        assert rule is not None
+        a = rule.inputs(module, x.detach(), n)
+        if isinstance(a, OneHotInputs):
+            return a
+        return DenseInputs(with_ones(a, self.weight is not None, self.bias is not None))
+
+    def outputs(self, model: nn.Module, g: Tensor, n: int) -> Tensor:
+        """Output gradients (k, *output) as (k, n, s, b, o)."""
+        module = model.get_submodule(self.name)
+        rule = rule_for(module)
+        assert rule is not None
+        return rule.outputs(module, g, n)

@@ -1,0 +1,70 @@
+"""A layer rule: how a module's input and output gradients become `a` and `g` of view.py.
+
+Register one for a module type of your own, and every structure and prediction can use it:
+
+    @lw.curvature.rules.register(MyLinear)
+    class MyRule(Rule):
+        def shape(self, module): return 1, module.out, module.inp                  # b, o, i without the bias
+        def inputs(self, module, x, n): return x.reshape(n, -1, 1, module.inp)     # (n, s, b, i)
+        def outputs(self, module, g, n): return g.reshape(len(g), n, -1, 1, module.out)  # (k, n, s, b, o)
+
+A rule is looked up along the module's MRO, so subclasses inherit it. A wrong rule does no harm: its gradient is
+checked against autograd's on a probe batch, and where they differ an exact generic block takes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Rule:
+    """Base class: a module z = W a + bias with parameters called `weight` and `bias`."""
+
+    transposed = False  # the weight is stored (i, o, ...) rather than (o, i, ...)
+
+    def shape(self, module: Any) -> tuple[int, int, int]:
+        """Blocks b, outputs o and inputs i of a block, without the bias."""
+        raise NotImplementedError
+
+    def inputs(self, module: Any, x: Tensor, n: int) -> Any:
+        """a (n, s, b, i), or a view of its own (see OneHotInputs)."""
+        raise NotImplementedError
+
+    def outputs(self, module: Any, g: Tensor, n: int) -> Tensor:
+        """Output gradients (k, *output shape) as (k, n, s, b, o)."""
+        raise NotImplementedError
+
+
+_RULES: dict[type[nn.Module], Rule] = {}
+
+
+def register(*types: type[nn.Module]) -> Callable[[type[Rule]], type[Rule]]:
+    """Register a rule for module types and their subclasses."""
+
+    def add(rule: type[Rule]) -> type[Rule]:
+        for t in types:
+            _RULES[t] = rule()
+        return rule
+
+    return add
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule of the first class along the MRO that has one."""
+    return next((_RULES[t] for t in type(module).__mro__ if t in _RULES), None)
+
+
+def fold(x: Tensor, n: int, tail: int) -> Tensor:
+    """(n·t, ..., *tail) or (n, ..., *tail) as (n, s, *tail): leading positions are joined."""
+    return x.reshape(n, -1, *x.shape[x.ndim - tail :])
+
+
+def with_ones(a: Tensor, weight: bool, bias: bool) -> Tensor:
+    """The inputs of the parameters that are selected: those of the weight, a 1 for the bias, or both."""
+    if weight and bias:
+        return torch.nn.functional.pad(a, (0, 1), value=1.0)
+    return a if weight else torch.ones_like(a[..., :1])

@@ -1,0 +1,99 @@
+"""What is summed over data for each part, by its kind. g (K, n, s, b, o) at unit scale; h curvature weights.
+
+    kron      A = Σ a aᵀ (b, i, i),  B = Σ g gᵀ (h, b, o, o),  count = N·S (expand) or N (reduce):
+              H ≈ (1/count) B ⊗ A                                                            Eq. 14
+    dense     Σ_n Σ_k dW dWᵀ  (h, boi, boi)
+    diagonal  Σ_n Σ_k dW²     (h, boi), positions summed before the square                    Eq. 16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.parts import Part
+
+
+def by_weight(g: Tensor, weights: int) -> list[Tensor]:
+    """Cotangents cut by the curvature weight they belong to (the columns of the exact factor in turn)."""
+    return [g] if weights == 1 else [g[h::weights] for h in range(weights)]
+
+
+class KroneckerSum:
+    def __init__(self, part: Part, weights: int, device: torch.device, sharing: str) -> None:
+        b, o, _ = part.shape
+        self.weights, self.sharing = weights, sharing
+        self.a: Tensor | None = None  # (b, i, i), or its diagonal (b, i)
+        self.b = torch.zeros(weights, b, o, o, dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+
+    def see(self, view: Any, n: int) -> None:
+        gram = view.gram(self.sharing).to(torch.float64)
+        self.a = gram if self.a is None else self.a + gram
+        self.count += n * (view.positions if self.sharing == "expand" else 1)
+
+    def add(self, view: Any, g: Tensor, budget: int) -> None:
+        for h, mine in enumerate(by_weight(g, self.weights)):
+            mine = mine.sum(2, keepdim=True) if self.sharing == "reduce" else mine
+            flat = mine.flatten(0, 2).transpose(0, 1)  # (b, K n s, o)
+            self.b[h] += flat.mT @ flat
+
+    def result(self) -> dict[str, Tensor]:
+        assert self.a is not None
+        return {"A": self.a, "B": self.b, "count": self.count}
+
+
+class DenseSum:
+    def __init__(self, part: Part, weights: int, device: torch.device) -> None:
+        self.weights, self.size = weights, part.size
+        self.gram = torch.zeros(weights, part.size, part.size, dtype=torch.float64, device=device)
+
+    def see(self, view: Any, n: int) -> None:
+        pass
+
+    def add(self, view: Any, g: Tensor, budget: int) -> None:
+        for piece, part_g in _pieces(view, g, self.size, budget):
+            self.add_rows(piece.outer(part_g).flatten(2))
+
+    def add_rows(self, rows: Tensor) -> None:
+        """rows (K, n, p)."""
+        for h, mine in enumerate(by_weight(rows, self.weights)):
+            flat = mine.reshape(-1, self.size).to(torch.float64)
+            self.gram[h].addmm_(flat.mT, flat)
+
+    def result(self) -> dict[str, Tensor]:
+        return {"gram": self.gram}
+
+
+class DiagonalSum:
+    def __init__(self, part: Part, weights: int, device: torch.device) -> None:
+        self.weights, self.size = weights, part.size
+        self.total = torch.zeros(weights, part.size, dtype=torch.float64, device=device)
+
+    def see(self, view: Any, n: int) -> None:
+        pass
+
+    def add(self, view: Any, g: Tensor, budget: int) -> None:
+        shared = view.positions > 1
+        for piece, part_g in _pieces(view, g, self.size, budget) if shared else [(view, g)]:
+            for h, mine in enumerate(by_weight(part_g, self.weights)):
+                self.total[h] += piece.squares(mine).reshape(-1)
+
+    def add_rows(self, rows: Tensor) -> None:
+        for h, mine in enumerate(by_weight(rows, self.weights)):
+            self.total[h] += mine.square().sum((0, 1), dtype=torch.float64)
+
+    def result(self) -> dict[str, Tensor]:
+        return {"diagonal": self.total}
+
+
+def _pieces(view: Any, g: Tensor, size: int, budget: int) -> Iterator[tuple[Any, Tensor]]:
+    """Pieces of examples whose gradients (K, n, size) stay within the budget."""
+    each = g.shape[0] * size * g.element_size()
+    step = max(1, budget // max(1, each))
+    for start in range(0, g.shape[1], step):
+        index = slice(start, start + step)
+        yield view.chunk(index), g[:, index]

@@ -1,0 +1,251 @@
+"""What can be said about a model and its data before the model is run: one function a topic, findings out.
+
+A check is a generator of findings. It says "ok" where a user might wonder, and nothing where nobody would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+
+from lapwing import data as loading
+from lapwing import tree
+from lapwing.curvature import rules
+from lapwing.doctor.reading import Batch, Sample
+from lapwing.doctor.report import Finding
+from lapwing.tree import layer_of
+
+NORMS = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+HALF = (torch.float16, torch.bfloat16)
+
+
+def named(names: Any, most: int = 3) -> str:
+    """'a, b, c and 4 more'."""
+    names = [n or "the model itself" for n in names]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def plural(n: int, what: str) -> str:
+    return f"{n:,} {what}" + ("" if n == 1 else "s")
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+def model_checks(model: nn.Module) -> Iterator[Finding]:
+    parameters = dict(model.named_parameters())
+    lazy = [n for n, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        yield Finding("error", "parameters", f"{named(lazy)} have no shape yet (a lazy module); run the model once")
+        return
+    if not parameters:
+        what = type(model).__name__
+        yield Finding("error", "parameters", f"{what} has no parameters; there is nothing to be Bayesian about")
+        return
+    yield from _values(model)
+    yield from _kinds(model, parameters)
+    yield from _modes(model)
+    yield from _batch_norm(model)
+    yield from _normalization(model)
+
+
+def _values(model: nn.Module) -> Iterator[Finding]:
+    for what, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        bad = [n for n, t in tensors if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+        if bad:
+            message = f"{what} {named(bad)} holds NaN or infinite values; train again, or load a sound checkpoint"
+            yield Finding("error", "weights", message)
+
+
+def _kinds(model: nn.Module, parameters: dict[str, Tensor]) -> Iterator[Finding]:
+    frozen = [n for n, p in parameters.items() if not p.requires_grad]
+    if frozen:
+        count = sum(parameters[n].numel() for n in frozen)
+        message = (
+            f"{plural(len(frozen), 'parameter')} ({count:,} elements: {named(frozen)}) do not require grad and stay "
+            "fixed; call requires_grad_() on them, or name them in subset=, to make them Bayesian"
+        )
+        yield Finding("note", "frozen", message)
+    for name, others in tied(model).items():
+        message = f"{name} is shared with {named(others)}: one parameter, counted once, its uses added up"
+        yield Finding("note", "shared", message)
+    generic = bare(model)
+    if generic:
+        message = (
+            f"{named(generic)} belong to modules without a layer rule; kron and block give them an exact block of "
+            "their own, or a diagonal where that is too large"
+        )
+        yield Finding("note", "bare", message)
+    yield from _types(parameters)
+
+
+def _types(parameters: dict[str, Tensor]) -> Iterator[Finding]:
+    devices = sorted({str(p.device) for p in parameters.values()})
+    if len(devices) > 1:
+        message = f"parameters lie on several devices ({', '.join(devices)}); move the model to one with model.to()"
+        yield Finding("error", "device", message)
+    half = [n for n, p in parameters.items() if p.dtype in HALF]
+    if half:
+        message = (
+            f"{named(half)} are {parameters[half[0]].dtype}: curvature is summed in float32 or better, but gradients "
+            "keep the rounding of half precision; fit with model.float() for exact figures"
+        )
+        yield Finding("note", "precision", message)
+    dtypes = sorted({str(p.dtype) for p in parameters.values()})
+    if len(dtypes) > 1:
+        message = f"parameters have several dtypes ({', '.join(dtypes)}); use model.float() or model.double()"
+        yield Finding("warning", "precision", message)
+
+
+def tied(model: nn.Module) -> dict[str, list[str]]:
+    """Parameters that go by several names: first name -> the others."""
+    seen: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        seen.setdefault(id(p), []).append(name)
+    return {names[0]: names[1:] for names in seen.values() if len(names) > 1}
+
+
+def bare(model: nn.Module) -> list[str]:
+    """Parameters of modules that no layer rule knows."""
+    return [n for n, _ in model.named_parameters() if rules.rule_for(model.get_submodule(layer_of(n))) is None]
+
+
+def _modes(model: nn.Module) -> Iterator[Finding]:
+    if hasattr(model, "_orig_mod"):
+        yield Finding("note", "compile", "the model under torch.compile is used, since its Jacobians are needed")
+    training = sum(m.training for m in model.modules())
+    if training:
+        message = (
+            f"the model is in train mode ({plural(training, 'module')}); that is fine: it is run in eval mode (dropout "
+            "off, batch norm by its running statistics) and given back as it was"
+        )
+        yield Finding("note", "mode", message)
+
+
+def _batch_norm(model: nn.Module) -> Iterator[Finding]:
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    without = [n for n, m in layers.items() if m.running_mean is None]
+    if without:
+        message = (
+            f"{named(without)} normalize by each batch (track_running_stats=False), so an output depends on the other "
+            "examples of its batch; use running statistics, or a layer or group norm"
+        )
+        yield Finding("error", "batch norm", message)
+    fresh = [n for n, m in layers.items() if m.running_mean is not None and _untouched(m)]
+    if fresh:
+        message = (
+            f"{named(fresh)} hold running statistics that were never updated (mean 0, variance 1), so eval mode "
+            "normalizes by nothing; run some batches in train mode, or load the buffers of the checkpoint too"
+        )
+        yield Finding("warning", "batch norm", message)
+    if layers and not without and not fresh:
+        yield Finding("ok", "batch norm", f"{plural(len(layers), 'layer')}, used with the running statistics")
+
+
+def _untouched(m: Any) -> bool:
+    return bool((m.running_mean == 0).all()) and bool((m.running_var == 1).all())
+
+
+def _normalization(model: nn.Module) -> Iterator[Finding]:
+    found = [type(m).__name__ for m in model.modules() if isinstance(m, NORMS)]
+    found += ["WeightNorm"] * len({layer_of(n) for n, _ in model.named_parameters() if n.endswith("weight.original0")})
+    if not found:
+        return
+    counts = ", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found))
+    message = (
+        f"normalization layers ({counts}) make the weights before them scale-free, so the posterior has no mode and the "
+        "evidence at the trained weights is biased: trust comparisons at equal architecture only, and check a tuned "
+        "prior on held-out data"
+    )
+    yield Finding("note", "normalization", message)
+
+
+# -- the data ------------------------------------------------------------------------------------------------------
+
+
+def loader_checks(batches: Any, sample: Sample) -> Iterator[Finding]:
+    lost = loading.dropped(batches)
+    if lost:
+        message = (
+            f"drop_last=True leaves out {lost} of {sample.n} examples, and curvature and evidence are sums over data; "
+            "build the loader with drop_last=False"
+        )
+        yield Finding("warning", "loader", message)
+    sampler = batches.sampler if isinstance(batches, DataLoader) else None
+    yield from _sampling(sampler)
+    if sample.n is None:
+        message = (
+            "the data do not tell how many examples they hold, so the fit counts them by a pass of its own, and the "
+            "plan cannot say what tuning costs; a map-style dataset would spare both"
+        )
+        yield Finding("note", "loader", message)
+    elif sample.n == 1:
+        yield Finding("warning", "loader", "the data hold one example: error bars will be those of the prior")
+    else:
+        order = ", shuffled (which is fine)" if isinstance(sampler, RandomSampler) else ""
+        message = f"{plural(sample.n, 'example')} in batches of {sample.batch:,}{order}"
+        yield Finding("ok", "loader", message)
+    yield from _augmentation(sample)
+
+
+def _sampling(sampler: Any) -> Iterator[Finding]:
+    if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False) is True:
+        message = (
+            f"{type(sampler).__name__} draws examples with replacement, so some count twice and some not at all; fit "
+            "on a loader that visits each example once"
+        )
+        yield Finding("warning", "loader", message)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        message = (
+            f"DistributedSampler gives one of {sampler.num_replicas} shards: states of the shards must be added, and "
+            "its padding repeats examples unless the shards are equal"
+        )
+        yield Finding("note", "loader", message)
+
+
+def _augmentation(sample: Sample) -> Iterator[Finding]:
+    if sample.again is None:
+        return
+    parts = [
+        what for what, a, b in zip(("inputs", "targets"), sample.first, sample.again, strict=True) if not same(a, b)
+    ]
+    if not parts:
+        yield Finding("ok", "augmentation", "two reads of the first batch agree: no random augmentation")
+    elif sample.indexed:
+        message = (
+            f"two reads of the same examples give different {' and '.join(parts)}: a random augmentation is on. The "
+            "curvature would be that of one random copy of the data; fit on a dataset without it"
+        )
+        yield Finding("warning", "augmentation", message)
+    else:
+        message = (
+            f"two passes start with different {' and '.join(parts)}: shuffling is fine, random augmentation is not; a "
+            "stream does not say which it is, so make sure that none is on"
+        )
+        yield Finding("note", "augmentation", message)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Two trees with equal tensors (NaN equal to NaN)."""
+    mine, theirs = tree.tensors(a), tree.tensors(b)
+    return len(mine) == len(theirs) and all(
+        s.shape == t.shape and bool(((s == t) | ((s != s) & (t != t))).all()) for s, t in zip(mine, theirs, strict=True)
+    )
+
+
+def value_checks(batches: tuple[Batch, ...]) -> Iterator[Finding]:
+    """NaN or infinite inputs and targets; examples without targets."""
+    for what, k in (("inputs", 0), ("targets", 1)):
+        tensors = [t for batch in batches for t in tree.tensors(batch[k]) if t.is_floating_point()]
+        bad = sum(int((~torch.isfinite(t)).sum()) for t in tensors)
+        if bad:
+            total = sum(math.prod(t.shape) for t in tensors)
+            message = f"the {what} hold {plural(bad, 'NaN or infinite value')} among {total:,} looked at; clean the data"
+            yield Finding("error", what, message)

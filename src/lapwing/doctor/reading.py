@@ -1,0 +1,177 @@
+"""A few examples, read without a pass: the first batch twice, and some examples from all over the data.
+
+Where the data can be indexed (a DataLoader over a map-style dataset, tensors, a list of batches) the examples are
+spread evenly, since a dataset sorted by class would show one class in its first batches; a stream shows its first
+batches. No worker process is started for data that can be indexed, and no more than a few batches are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+
+from lapwing import data as loading
+from lapwing import tree
+from lapwing.errors import InvalidValue
+
+EXAMPLES = 128  # looked at in one go
+BATCHES = 3  # of a stream
+INDICES = 1_000_000  # of a sampler, listed to spread over them
+
+Batch = tuple[Any, Any]  # (inputs, targets)
+
+
+@dataclass(frozen=True)
+class Sample:
+    n: int | None  # examples in all, where that can be told without a pass
+    batch: int  # examples a batch
+    first: Batch  # of the first batch, EXAMPLES at the most
+    again: Batch | None  # the same examples read a second time; None where that says nothing
+    spread: tuple[Batch, ...]  # from all over the data
+    labels: Tensor | None  # every target, where they lie in memory
+    indexed: bool  # `again` was read by the same indices
+
+
+def read(batches: Iterable[Any], device: torch.device) -> Sample:
+    """Read a sample; whatever the user's code raises on the way becomes an InvalidValue that names it."""
+    try:
+        if isinstance(batches, loading.TensorBatches):
+            sample = _of_tensors(batches)
+        elif _can_index(batches):
+            sample = _of_loader(batches)  # type: ignore[arg-type]
+        elif isinstance(batches, Sequence):
+            sample = _of_list(batches)
+        else:
+            sample = _of_stream(batches)
+    except InvalidValue:
+        raise
+    except Exception as error:  # the user's dataset, collate function or sampler
+        raise InvalidValue(f"reading the data failed with {type(error).__name__}: {error}; mend the dataset") from error
+    return _moved(sample, device)
+
+
+def _of_tensors(batches: loading.TensorBatches) -> Sample:
+    if batches.n == 0:
+        raise _empty()
+
+    def take(index: list[int]) -> Batch:
+        return tuple(tree.map_tensors(lambda t: t[index], part) for part in (batches.inputs, batches.targets))  # type: ignore[return-value]
+
+    first = list(range(min(batches.n, batches.size, EXAMPLES)))
+    labels = batches.targets if isinstance(batches.targets, Tensor) else None
+    size = min(batches.size, batches.n)
+    return Sample(batches.n, size, take(first), None, (take(_evenly(range(batches.n))),), labels, True)
+
+
+def _can_index(batches: Any) -> bool:
+    return (
+        isinstance(batches, DataLoader)
+        and not isinstance(batches.dataset, IterableDataset)
+        and hasattr(batches.dataset, "__getitem__")
+    )
+
+
+def _of_loader(loader: DataLoader) -> Sample:
+    """Through the dataset and the collate function themselves, so that no worker starts."""
+    fetch = _fetcher(loader)
+    groups = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    heads: list[Any] = list(itertools.islice(iter(groups), BATCHES))
+    if not heads:
+        raise _empty(loader)
+    if loader.batch_sampler is None:  # each item of the dataset is a batch
+        spread = tuple(fetch(i) for i in heads)
+        first, again = spread[0], fetch(heads[0])
+        size = _size(first)
+    else:
+        size, index = len(heads[0]), list(heads[0])[:EXAMPLES]
+        first, again = fetch(index), fetch(index)
+        usual = type(loader.batch_sampler) is BatchSampler and loader.batch_sampler.sampler is loader.sampler
+        every = list(itertools.islice(iter(loader.sampler), INDICES)) if usual else [i for h in heads for i in h]
+        spread = (fetch(_evenly(every)),)
+    n = None if loader.batch_sampler is None else loading.examples(loader)
+    tensors = loader.dataset.tensors if isinstance(loader.dataset, TensorDataset) else ()
+    return Sample(n, size, first, again, spread, tensors[1] if len(tensors) == 2 else None, True)
+
+
+def _fetcher(loader: DataLoader) -> Callable[[Any], Batch]:
+    dataset: Any = loader.dataset
+
+    def fetch(index: Any) -> Batch:
+        if loader.batch_sampler is None:
+            return loading.split(loader.collate_fn(dataset[index]))
+        many = getattr(dataset, "__getitems__", None)
+        return loading.split(loader.collate_fn(many(index) if callable(many) else [dataset[i] for i in index]))
+
+    return fetch
+
+
+def _of_list(batches: Sequence[Any]) -> Sample:
+    if not len(batches):
+        raise _empty()
+    spread = tuple(_head(loading.split(batches[i])) for i in _evenly(range(len(batches)), BATCHES))
+    first = loading.split(batches[0])
+    return Sample(loading.examples(batches), _size(first), _head(first), None, spread, None, True)
+
+
+def _of_stream(batches: Iterable[Any]) -> Sample:
+    heads = [loading.split(b) for b in itertools.islice(iter(batches), BATCHES)]
+    if not heads:
+        raise _empty(batches)
+    again = next((loading.split(b) for b in iter(batches)), None)
+    if again is None:
+        raise InvalidValue("the data hold nothing on a second pass; give a DataLoader, or data that can be read again")
+    size = _size(heads[0])
+    n = loading.examples(batches)
+    cut = tuple(_head(h) for h in heads)
+    return Sample(n, size, cut[0], _head(again), cut, None, False)
+
+
+def _empty(batches: Any = None) -> InvalidValue:
+    if isinstance(batches, DataLoader) and batches.drop_last:
+        return InvalidValue(
+            f"the data hold no batch: drop_last=True drops the only one, smaller than batch_size={batches.batch_size}; "
+            "build the loader with drop_last=False"
+        )
+    return InvalidValue("the data hold no batch; give at least one example")
+
+
+def _evenly(items: Sequence[Any], count: int = EXAMPLES) -> list[Any]:
+    """`count` items at even distances, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
+
+
+def _size(batch: Batch) -> int:
+    try:
+        return tree.batch_size(batch[1])
+    except InvalidValue:
+        return 1
+
+
+def _head(batch: Batch) -> Batch:
+    """The first EXAMPLES of a batch, where it can be cut."""
+    x, y = batch
+    try:
+        if tree.batch_size(x) != tree.batch_size(y):
+            return batch
+    except InvalidValue:
+        return batch
+    index = slice(0, EXAMPLES)
+    return tree.rows_of(x, index), tree.rows_of(y, index)
+
+
+def _moved(sample: Sample, device: torch.device) -> Sample:
+    def move(batch: Any) -> Any:
+        return None if batch is None else tuple(tree.map_tensors(lambda t: t.to(device), part) for part in batch)
+
+    spread = tuple(move(b) for b in sample.spread)
+    return Sample(
+        sample.n, sample.batch, move(sample.first), move(sample.again), spread, sample.labels, sample.indexed
+    )

@@ -1,0 +1,96 @@
+"""Block operator: M = ⊕_j M_j, each block on its own entries of the vector.
+
+`index` (p_j,) says where a block's entries stand; together the blocks cover every entry once. Each verb is the same
+verb on the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.operators import linalg
+from lapwing.operators.diagonal import Diagonal
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    parts: tuple[Any, ...]  # operators
+    index: tuple[Tensor, ...]  # (p_j,) each
+
+    @property
+    def size(self) -> int:
+        return sum(len(i) for i in self.index)
+
+    def pieces(self, v: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        for op, index in zip(self.parts, self.index, strict=True):
+            yield op, v[..., index]
+
+    def join(self, pieces: list[Tensor]) -> Tensor:
+        out = pieces[0].new_empty(*pieces[0].shape[:-1], self.size)
+        for index, piece in zip(self.index, pieces, strict=True):
+            out[..., index] = piece
+        return out
+
+
+def at(d: Diagonal, index: Tensor) -> Diagonal:
+    """The diagonal at some entries; uniform where they share one value."""
+    if d.uniform:
+        return Diagonal(d.values, len(index))
+    groups = index if d.index is None else d.index[index]
+    if bool((groups == groups[0]).all()):
+        return Diagonal(d.values[groups[0]].reshape(1), len(index))
+    return Diagonal(d.values, len(index), groups)
+
+
+@linalg.shift.register
+def _(op: Blocks, d: Diagonal) -> Blocks:
+    shifted = [linalg.shift(part, at(d, index)) for part, index in zip(op.parts, op.index, strict=True)]
+    return Blocks(tuple(shifted), op.index)
+
+
+@linalg.scale.register
+def _(op: Blocks, s: Tensor) -> Blocks:
+    return Blocks(tuple(linalg.scale(part, s) for part in op.parts), op.index)
+
+
+@linalg.mv.register
+def _(op: Blocks, v: Tensor) -> Tensor:
+    return op.join([linalg.mv(part, piece) for part, piece in op.pieces(v)])
+
+
+@linalg.solve.register
+def _(op: Blocks, b: Tensor) -> Tensor:
+    return op.join([linalg.solve(part, piece) for part, piece in op.pieces(b)])
+
+
+@linalg.logdet.register
+def _(op: Blocks) -> Tensor:
+    return torch.stack([linalg.logdet(part) for part in op.parts]).sum()
+
+
+@linalg.draw.register
+def _(op: Blocks, n: int, generator: torch.Generator) -> Tensor:
+    return op.join([linalg.draw(part, n, generator) for part in op.parts])
+
+
+@linalg.covariance.register
+def _(op: Blocks, rows: Tensor) -> Tensor:
+    return torch.stack([linalg.covariance(part, piece) for part, piece in op.pieces(rows)]).sum(0)
+
+
+@linalg.diagonal.register
+def _(op: Blocks) -> Tensor:
+    return op.join([linalg.diagonal(part) for part in op.parts])
+
+
+@linalg.to_dense.register
+def _(op: Blocks) -> Tensor:
+    out = torch.zeros(op.size, op.size, dtype=torch.float64, device=op.index[0].device)
+    for part, index in zip(op.parts, op.index, strict=True):
+        out[index.unsqueeze(-1), index] = linalg.to_dense(part)
+    return out
