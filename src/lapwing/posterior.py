@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature import State
+from lapwing.curvature import Part, State
 from lapwing.operators import linalg
 from lapwing.tree import Layout
 
@@ -21,6 +21,7 @@ class Gaussian:
     mean: Tensor  # (p,), float64
     precision: Any  # operator, G + A
     layout: Layout
+    parts: tuple[Part, ...] = ()  # of a precision that is cut into parts
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n weight vectors, (n, p)."""
@@ -47,4 +48,4 @@ def curvature(state: State, likelihood: Any) -> Any:
 def condition(state: State, prior: Any, likelihood: Any, center: Tensor | None = None) -> Gaussian:
     """The posterior of the tangent model, centered at the trained weights unless told otherwise."""
     mean = state.tangent.theta.to(torch.float64) if center is None else center
-    return Gaussian(mean, linalg.shift(curvature(state, likelihood), prior.operator()), state.layout)
+    return Gaussian(mean, linalg.shift(curvature(state, likelihood), prior.operator()), state.layout, state.parts)

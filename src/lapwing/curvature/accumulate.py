@@ -40,9 +40,7 @@ class Structure(Protocol):
         """Itself, with every automatic choice made."""
         ...
 
-    def start(
-        self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe
-    ) -> Accumulator: ...
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator: ...
 
     def operator(self, state: State, weights: Tensor) -> Any:
         """Σ_g w_g G_g as an operator, without the prior."""

@@ -57,13 +57,12 @@ class Record:
         u = u.transpose(0, 1).to(self.f).reshape(u.shape[1], *self.f.shape)
         outs = [self.outputs[part.name] for part in called]
         if self.columns_at_once:
-            grads = torch.autograd.grad(
-                self.f, outs, u, retain_graph=True, is_grads_batched=True, allow_unused=True
-            )
+            grads = torch.autograd.grad(self.f, outs, u, retain_graph=True, is_grads_batched=True, allow_unused=True)
         else:
             columns = [torch.autograd.grad(self.f, outs, one, retain_graph=True, allow_unused=True) for one in u]
             grads = tuple(
-                None if g[0] is None else torch.stack(g) for g in zip(*columns, strict=True)  # type: ignore[arg-type]
+                None if g[0] is None else torch.stack(g)
+                for g in zip(*columns, strict=True)  # type: ignore[arg-type]
             )
         out = {}
         for part, g, z in zip(called, grads, outs, strict=True):

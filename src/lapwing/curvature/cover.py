@@ -19,10 +19,10 @@ from lapwing import tree
 from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import rule_for
-from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
+from lapwing.tangent.pieces import separable
 
 PROBE = 4  # examples
 
@@ -57,10 +57,7 @@ def cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
 def _few(tangent: TangentModel, x: Any) -> Any:
     """A few examples: at least two, so that examples can be told apart."""
     n = len(tangent(x))
-    try:
-        if tree.batch_size(x) != n:
-            return x
-    except InvalidValue:
+    if not separable(x, n):
         return x
     return tree.map_tensors(lambda t: torch.cat([t, t]), x) if n == 1 else tree.rows_of(x, slice(0, PROBE))
 
@@ -68,9 +65,7 @@ def _few(tangent: TangentModel, x: Any) -> Any:
 def _candidates(tangent: TangentModel) -> tuple[list[Part], dict[str, str]]:
     """Modules with a rule for their weight and bias, and why the other parameters have none."""
     names = {id(p): n for n, p in tangent.model.named_parameters()}
-    users = Counter(
-        names[id(p)] for m in tangent.model.modules() for p in m._parameters.values() if p is not None
-    )
+    users = Counter(names[id(p)] for m in tangent.model.modules() for p in m._parameters.values() if p is not None)
     parts, reasons = [], {}
     for path, module in tangent.model.named_modules():
         rule = rule_for(module)
@@ -89,7 +84,9 @@ def _candidates(tangent: TangentModel) -> tuple[list[Part], dict[str, str]]:
         if rule is None:
             continue
         own = {k: names[id(p)] for k, p in module._parameters.items() if p is not None}
-        mine = {k: n for k, n in own.items() if k in ("weight", "bias") and n in tangent.layout.shapes and n not in reasons}
+        mine = {
+            k: n for k, n in own.items() if k in ("weight", "bias") and n in tangent.layout.shapes and n not in reasons
+        }
         if mine:
             b, o, i = rule.shape(module)
             width = (i if "weight" in mine else 0) + ("bias" in mine)
@@ -127,14 +124,17 @@ def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part]
     u[first:] = 0
     wanted = [record.leaves[name] for part in parts for name in part.parameters]
     found = torch.autograd.grad(record.f, wanted, u, retain_graph=True, allow_unused=True)
-    truth = dict(zip((name for part in parts for name in part.parameters), found, strict=True))
-    proved, reasons = [], {}
+    truth: dict[str, Tensor | None] = dict(zip((name for part in parts for name in part.parameters), found, strict=True))
+    proved: list[Part] = []
+    reasons: dict[str, str] = {}
     for part in parts:
         if _agrees(record, part, u, first, truth):
             touched = record.handed_on[part.name]._version > 0
             proved.append(replace(part, clone=touched))
         else:
-            text = f"{type(tangent.model.get_submodule(part.name)).__name__}'s rule does not give autograd's gradient here"
+            text = (
+                f"{type(tangent.model.get_submodule(part.name)).__name__}'s rule does not give autograd's gradient here"
+            )
             reasons |= dict.fromkeys(part.parameters, text)
     return proved, reasons
 
@@ -175,7 +175,9 @@ def _gradient(tangent: TangentModel, x: Any) -> dict[str, Tensor | None]:
 
 def explain(part: Part, model: nn.Module) -> str:
     """What a parameter of this part gets, in words."""
-    what = {"kron": "Kronecker", "dense": "exact block", "diagonal": "exact diagonal", "unused": "prior only"}[part.kind]
+    what = {"kron": "Kronecker", "dense": "exact block", "diagonal": "exact diagonal", "unused": "prior only"}[
+        part.kind
+    ]
     if not part.generic:
         return f"{what} ({type(model.get_submodule(part.name)).__name__} rule)"
     return f"{what}: {part.reason}" if part.kind == "unused" else f"{what}, generic: {part.reason}"

@@ -16,14 +16,17 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.curvature.accumulate import Accumulator, Probe
+from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.hessian import HessianSum
 from lapwing.curvature.layered import BUDGET
+from lapwing.curvature.parts import Part
+from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.curvature.state import State
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal
-from lapwing.tangent import StreamedRows, TangentModel, pieces_of
+from lapwing.tangent import TangentModel
 
 ROWS = 2048  # rows gathered before they are multiplied
 PANEL = 768  # columns of the lower triangle multiplied at a time
@@ -62,7 +65,11 @@ class Full:
         groups = len(likelihood.curvature_weights(factor.kind))
         if factor.kind == "hessian":
             return HessianSum(tangent, likelihood, groups)
-        return DualRows(tangent) if self.form == "dual" else GramSum(tangent, groups, self.memory_budget)
+        return (
+            DualRows(tangent)
+            if self.form == "dual"
+            else GramSum(tangent, cover(tangent, probe.inputs), groups, self.memory_budget)
+        )
 
     def operator(self, state: State, weights: Tensor) -> Any:
         if self.form == "primal":
@@ -104,22 +111,23 @@ def _row_weights(state: State, groups: int) -> Tensor:
 class GramSum:
     """G += RᵀR over batches, lower triangle, float64."""
 
-    def __init__(self, tangent: TangentModel, groups: int, budget: int) -> None:
+    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], groups: int, budget: int) -> None:
         p = tangent.layout.size
-        self.tangent, self.groups, self.budget = tangent, groups, budget
+        self.maker, self.groups, self.budget = RowMaker(tangent, parts), groups, budget
         self.gram = torch.zeros(groups, p, p, dtype=torch.float64, device=tangent.device)
         self.held: list[Tensor] = []  # (n, K, p) rows waiting to be multiplied
 
     def forward(self, x: Any) -> Tensor:
-        return self.tangent(x)
+        self.record = self.maker.run(x)
+        return self.record.f.detach()
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
-        each = u.shape[1] * self.tangent.layout.size * 8
-        for piece, cotangent in pieces_of(x, u.to(f), each, self.budget // 4):
-            rows = self.tangent.pulled(piece, cotangent)
+        each = 8 * self.maker.width
+        for rows in self.maker.rows(self.record, x, u, self.budget // 4):
             self.held.append(rows)
             if sum(r.shape[0] * r.shape[1] for r in self.held) >= max(1, min(ROWS, self.budget // (4 * each))):
                 self.flush()
+        del self.record
 
     def flush(self) -> None:
         if not self.held:

@@ -25,8 +25,9 @@ from lapwing.curvature.state import State
 from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Blocks, Dense, Kronecker as KroneckerOperator
+from lapwing.operators import Blocks, Dense
 from lapwing.operators import Diagonal as DiagonalOperator
+from lapwing.operators import Kronecker as KroneckerOperator
 from lapwing.tangent import TangentModel, pieces_of
 
 BUDGET = 2**30  # bytes of working memory, unless the user says otherwise

@@ -1,9 +1,9 @@
 """What is summed over data for each part, by its kind. g (K, n, s, b, o) at unit scale; h curvature weights.
 
-    kron      A = Σ a aᵀ (b, i, i),  B = Σ g gᵀ (h, b, o, o),  count = N·S (expand) or N (reduce):
-              H ≈ (1/count) B ⊗ A                                                            Eq. 14
-    dense     Σ_n Σ_k dW dWᵀ  (h, boi, boi)
-    diagonal  Σ_n Σ_k dW²     (h, boi), positions summed before the square                    Eq. 16
+kron      A = Σ a aᵀ (b, i, i),  B = Σ g gᵀ (h, b, o, o),  count = N·S (expand) or N (reduce):
+          H ≈ (1/count) B ⊗ A                                                            Eq. 14
+dense     Σ_n Σ_k dW dWᵀ  (h, boi, boi)
+diagonal  Σ_n Σ_k dW²     (h, boi), positions summed before the square                    Eq. 16
 """
 
 from __future__ import annotations

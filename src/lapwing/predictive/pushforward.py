@@ -6,20 +6,30 @@ via="network"   weights are drawn and run through the network itself; known to u
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lapwing import tree
+from lapwing.curvature.capture import Capture, Record
+from lapwing.curvature.cover import cover
+from lapwing.curvature.parts import Part
+from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.data import check_finite
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import RootPlusDiagonal
+from lapwing.operators import Blocks, RootPlusDiagonal
 from lapwing.posterior import Gaussian
+from lapwing.predictive import structured
 from lapwing.predictive.prediction import Prediction
-from lapwing.tangent import StreamedRows, TangentModel, pieces_of
+from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
+from lapwing.tangent.pieces import separable
+
+FIRST, LARGEST = 32, 1024  # examples in the first piece, and in the largest
 
 
 def predict(
@@ -41,33 +51,90 @@ def predict(
             return _through_network(tangent, posterior, likelihood, x, link, joint, samples, generator)
         if via != "tangent":
             raise InvalidValue(f"via must be 'tangent' or 'network', got {via!r}")
-        f = tangent(x)
-        if len(f) == 0:
-            raise InvalidValue("the inputs hold no example to predict at; give at least one")
-        cov = covariance(tangent, posterior, x, f, joint, memory_budget)
+        f, cov = latent(tangent, posterior, x, joint, memory_budget)
         return Prediction(likelihood, _float(f), cov.to(_float(f)), link, joint)
 
 
-def covariance(tangent: TangentModel, posterior: Gaussian, x: Any, f: Tensor, joint: bool, budget: int) -> Tensor:
-    """J Σ Jᵀ: (n, ..., c, c), or (n, c, n, c) if joint."""
-    n, c = f.shape[0], f.shape[-1]
-    outputs = f[0].numel()  # q·c an example
+def latent(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budget: int) -> tuple[Tensor, Tensor]:
+    """f (n, ..., c) and J Σ Jᵀ: (n, ..., c, c), or (n, c, n, c) if joint."""
+    precision = posterior.precision
+    if isinstance(precision, RootPlusDiagonal):
+        return _dual(tangent, posterior, x, joint, budget)
+    parts = posterior.parts or cover(tangent, x)
+    fs, covs = [], []
+    for piece, record in runs(tangent, parts, x, whole=joint, budget=budget):
+        f = record.f.detach()
+        if joint and f.ndim != 2:
+            raise InvalidValue(f"joint=True needs outputs (n, c), got {tuple(f.shape)}")
+        fs.append(f)
+        if isinstance(precision, Blocks):
+            term = structured.joint if joint else structured.marginals
+            covs.append(term(tangent, precision, parts, piece, record, budget))
+        else:
+            covs.append(_dense(tangent, posterior, parts, piece, record, joint, budget))
+    return torch.cat(fs), torch.cat(covs)
+
+
+def runs(
+    tangent: TangentModel, parts: tuple[Part, ...], x: Any, whole: bool, budget: int
+) -> Iterator[tuple[Any, Record]]:
+    """Runs of the network over pieces of the inputs whose gradients, for all outputs, fit the budget."""
+    capture = Capture(tangent, parts)
+    n = tree.batch_size(x) if separable(x) else 0
+    if n == 0 and separable(x):
+        raise InvalidValue("the inputs hold no example to predict at; give at least one")
+    start, size = 0, FIRST
+    if whole or not n:
+        yield x, capture.run(x)
+        return
+    while start < n:
+        piece = tree.rows_of(x, slice(start, start + size))
+        record = capture.run(piece)
+        yield piece, record
+        start += size
+        each = 2 * record.column_bytes // len(record.f) * record.f[0].numel() + record.f[0].numel() ** 2 * 16
+        size = max(1, min(LARGEST, budget // 2 // max(1, each)))
+
+
+def _dense(
+    tangent: TangentModel,
+    posterior: Gaussian,
+    parts: tuple[Part, ...],
+    x: Any,
+    record: Record,
+    joint: bool,
+    budget: int,
+) -> Tensor:
+    """One dense precision: rows of the Jacobian, in pieces."""
+    f = record.f.detach()
+    u = _units(f)
+    maker = RowMaker(tangent, parts)
+    pieces = list(maker.rows(record, x, u, budget // 6))
+    if joint:
+        n, c = f.shape
+        return posterior.covariance(torch.cat(pieces).reshape(1, n * c, -1)).reshape(n, c, n, c)
+    c = f.shape[-1]
+    return torch.cat([posterior.covariance(rows.reshape(-1, c, rows.shape[-1])) for rows in pieces]).reshape(
+        *f.shape, c
+    )
+
+
+def _dual(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budget: int) -> tuple[Tensor, Tensor]:
+    """The rows of the training data are streamed beside those of the inputs, a range of parameters at a time."""
+    f = tangent(x)
     if joint and f.ndim != 2:
         raise InvalidValue(f"joint=True needs outputs (n, c), got {tuple(f.shape)}")
+    n, c = f.shape[0], f.shape[-1]
+    rows = StreamedRows(tangent, ((x, _units(f)),), budget)
+    blocks = posterior.covariance((rows, n * c if joint else c))
+    return f, blocks.reshape(n, c, n, c) if joint else blocks.reshape(*f.shape, c)
+
+
+def _units(f: Tensor) -> Tensor:
+    """One cotangent for each output of an example, (n, q·c, ..., c)."""
+    outputs = f[0].numel()
     eye = torch.eye(outputs, dtype=f.dtype, device=f.device).reshape(outputs, *f.shape[1:])
-    u = eye.expand(n, *eye.shape)
-    block = n * c if joint else c
-    if isinstance(posterior.precision, RootPlusDiagonal):
-        blocks = posterior.covariance((StreamedRows(tangent, ((x, u),), budget), block))
-    elif joint:
-        blocks = posterior.covariance(tangent.pulled(x, u).reshape(1, block, -1))
-    else:
-        each = outputs * tangent.layout.size * 24  # float32 rows, and float64 rows twice
-        pieces = pieces_of(x, u, each, budget // 2)
-        blocks = torch.cat(
-            [posterior.covariance(tangent.pulled(*p).reshape(-1, c, tangent.layout.size)) for p in pieces]
-        )
-    return blocks.reshape(n, c, n, c) if joint else blocks.reshape(*f.shape, c)
+    return eye.expand(len(f), *eye.shape)
 
 
 def _through_network(

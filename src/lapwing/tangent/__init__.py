@@ -1,6 +1,6 @@
 """The tangent model of a network."""
 
 from lapwing.tangent.linearize import TangentModel, linearize
-from lapwing.tangent.rows import StreamedRows, pieces_of
+from lapwing.tangent.pieces import pieces_of
 
-__all__ = ["StreamedRows", "TangentModel", "linearize", "pieces_of"]
+__all__ = ["TangentModel", "linearize", "pieces_of"]

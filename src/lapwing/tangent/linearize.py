@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lapwing import tree
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.tangent.kernels import forward_mode_missing, plain_kernels
+from lapwing.tangent.pieces import separable
 from lapwing.tangent.subset import Forward, Swapped, select
 from lapwing.tree import Layout
 
@@ -217,14 +218,10 @@ class TangentModel:
         """The same without batching over examples: one example a time, or, where inputs cannot be cut into
         examples (a graph), one cotangent of one example a time over the whole batch."""
         n, k = u.shape[:2]
-        try:
-            separable = tree.batch_size(x) == n
-        except InvalidValue:
-            separable = False
         leaves = {name: t.detach().requires_grad_() for name, t in moving.items()}
         out = []
         with torch.enable_grad():
-            whole = None if separable else self.apply({**self.params, **leaves}, x)
+            whole = None if separable(x, n) else self.apply({**self.params, **leaves}, x)
             for i in range(n):
                 f = (
                     whole[i]

@@ -37,7 +37,9 @@ class ConvRule(Rule):
 
 def _padded(module: Any, x: Tensor) -> Tensor:
     if isinstance(module.padding, str):  # 'same' or 'valid'
-        amounts = module._reversed_padding_repeated_twice if module.padding == "same" else [0] * (2 * len(module.stride))
+        amounts = (
+            module._reversed_padding_repeated_twice if module.padding == "same" else [0] * (2 * len(module.stride))
+        )
     else:
         amounts = [amount for side in reversed(module.padding) for amount in (side, side)]
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode

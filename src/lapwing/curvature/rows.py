@@ -1,0 +1,117 @@
+"""Rows uᵀJ(x_n) of the Jacobian, from layer inputs and output gradients where a rule speaks for a parameter.
+
+`RowMaker` gives them for a batch, (n, K, p). `StreamedRows` is the matrix R (m, p) of many batches that is never
+held whole: a range of its columns is made on demand, by one backward pass over the data down to the layers it
+touches, in pieces of examples that fit the memory budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.capture import Capture, Record
+from lapwing.curvature.cover import cover
+from lapwing.curvature.parts import Part
+from lapwing.tangent import TangentModel
+from lapwing.tangent.pieces import pieces_of
+
+
+class RowMaker:
+    """Rows of the parameters `names` (all by default) for batches of one network."""
+
+    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], names: tuple[str, ...] | None = None) -> None:
+        self.tangent = tangent
+        self.names = names or tangent.layout.names
+        self.parts = tuple(part for part in parts if any(n in self.names for n in part.parameters))
+        self.generic = tuple(n for part in self.parts if part.generic for n in part.parameters)
+        self.capture = Capture(tangent, self.parts)
+        self.width = sum(tangent.layout.numel(n) for n in self.names)
+
+    def run(self, x: Any) -> Record:
+        return self.capture.run(x)
+
+    def rows(self, record: Record, x: Any, u: Tensor, budget: int) -> Iterator[Tensor]:
+        """Pieces (n', K, p') of the rows of one batch, in order, for cotangents u (n, K, ..., c)."""
+        u = u.to(record.f)
+        gradients, views = record.pull(u), record.views()
+        each = u.shape[1] * self.width * u.element_size()
+        start = 0
+        for piece, cotangent in pieces_of(x, u, each, budget):
+            index = slice(start, start + len(cotangent))
+            start = index.stop
+            found: dict[str, Tensor] = {}
+            for part in record.called:
+                g = gradients[part.name][:, index]
+                found |= part.split(views[part.name].chunk(index).outer(g))
+            if self.generic:
+                flat = self.tangent.pulled(piece, cotangent, self.generic).transpose(0, 1)
+                sizes = [self.tangent.layout.numel(n) for n in self.generic]
+                found |= dict(zip(self.generic, flat.split(sizes, -1), strict=True))
+            yield self._assemble(found, cotangent)
+
+    def _assemble(self, found: dict[str, Tensor], u: Tensor) -> Tensor:
+        out = u.new_zeros(u.shape[1], u.shape[0], self.width)
+        start = 0
+        for n in self.names:
+            stop = start + self.tangent.layout.numel(n)
+            if n in found:  # a layer that was not called on this batch has gradient zero
+                out[..., start:stop] = found[n]
+            start = stop
+        return out.transpose(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedRows:
+    tangent: TangentModel
+    batches: tuple[tuple[Any, Tensor], ...]  # (inputs, cotangents (n, K, ..., c))
+    budget: int  # bytes
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return cover(self.tangent, self.batches[0][0])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(u.shape[0] * u.shape[1] for _, u in self.batches), self.tangent.layout.size
+
+    @property
+    def bytes(self) -> int:
+        return self.shape[0] * self.shape[1] * 8
+
+    def ranges(self, beside: int = 0) -> Iterator[tuple[int, int]]:
+        """Column ranges such that two float64 copies of (m + beside) rows stay within the budget."""
+        width = max(1, self.budget // (16 * (self.shape[0] + beside)))
+        for s in _joined(self.tangent.layout.slices().values(), width):
+            for start in range(s.start, s.stop, width):
+                yield start, min(s.stop, start + width)
+
+    def block(self, start: int, stop: int) -> Tensor:
+        touched = {n: s for n, s in self.tangent.layout.slices().items() if s.start < stop and start < s.stop}
+        first = next(iter(touched.values())).start
+        maker = RowMaker(self.tangent, self.parts, tuple(touched))
+        pieces = []
+        for x, u in self.batches:
+            for rows in maker.rows(maker.run(x), x, u, self.budget // 4):
+                pieces.append(rows[..., start - first : stop - first].reshape(-1, stop - start))
+        return torch.cat(pieces)
+
+
+def _joined(slices: Any, width: int) -> Iterator[slice]:
+    """Neighboring small parameters joined while they fit one range."""
+    held: slice | None = None
+    for s in slices:
+        if held is None:
+            held = s
+        elif s.stop - held.start <= width:
+            held = slice(held.start, s.stop)
+        else:
+            yield held
+            held = s
+    if held is not None:
+        yield held

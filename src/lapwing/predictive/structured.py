@@ -1,0 +1,138 @@
+"""The covariance of outputs under a posterior that is cut into parts, without a Jacobian (Eq. 15).
+
+Each layer adds J_l Σ_l J_lᵀ. With W[b, o, i]'s posterior variance V[b, o, i] in the layer's (eigen)basis, rotated
+inputs ã and output gradients g̃ (c, n, s, b, o) of the c outputs:
+
+    no sharing:   Σ_o g̃_co g̃_do (Σ_i ã_i² V_oi)                  O(i·o + c²·o) an example after the rotations
+    sharing:      Σ_oi M_coi M_doi V_oi,  M_coi = Σ_s g̃_cso ã_si     one layer's (n, c, o, i) within the budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.capture import Record
+from lapwing.curvature.parts import Part
+from lapwing.operators import Blocks, Diagonal, Kronecker, linalg
+from lapwing.tangent import TangentModel
+from lapwing.tangent.pieces import pieces_of
+
+
+def marginals(
+    tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], x: Any, record: Record, budget: int
+) -> Tensor:
+    """The covariance of each position's outputs, (n, ..., c, c): for each position its c cotangents."""
+    f, views = record.f.detach(), record.views()
+    n, c, positions = f.shape[0], f.shape[-1], f[0, ..., 0].numel()
+    generic = tuple(part.name for part in parts if part.generic and part.kind != "unused")
+    blocks = []
+    for q in range(positions):
+        u = f.new_zeros(c, positions, c)
+        u[:, q] = torch.eye(c, dtype=f.dtype, device=f.device)
+        u = u.reshape(c, *f.shape[1:]).expand(n, c, *f.shape[1:])
+        gradients = record.pull(u)
+        cov = f.new_zeros(n, c, c, dtype=torch.float64)
+        for part, op in zip(parts, precision.parts, strict=True):
+            if part.name in gradients:
+                cov += _layer(op, part, views[part.name], gradients[part.name], budget // 4)
+        if generic:
+            cov += _generic(tangent, precision, parts, generic, x, u, budget // 4)
+        blocks.append(cov)
+    return torch.stack(blocks, 1).reshape(*f.shape, c)
+
+
+def joint(
+    tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], x: Any, record: Record, budget: int
+) -> Tensor:
+    """The covariance of all outputs of all inputs, (n, c, n, c)."""
+    n, c = record.f.shape
+    out = record.f.new_zeros(n * c, n * c, dtype=torch.float64)
+    for term in _joint_terms(tangent, precision, parts, record, x, budget):
+        out += term
+    return out.reshape(n, c, n, c)
+
+
+def _generic(
+    tangent: TangentModel,
+    precision: Blocks,
+    parts: tuple[Part, ...],
+    names: tuple[str, ...],
+    x: Any,
+    u: Tensor,
+    budget: int,
+) -> Tensor:
+    own = [(part, op) for part, op in zip(parts, precision.parts, strict=True) if part.name in names]
+    sizes, out = [part.size for part, _ in own], []
+    for piece, cotangent in pieces_of(x, u, 16 * u.shape[1] * sum(sizes), budget):
+        rows = tangent.pulled(piece, cotangent, names).to(torch.float64).split(sizes, -1)
+        out.append(torch.stack([linalg.covariance(op, r) for (_, op), r in zip(own, rows, strict=True)]).sum(0))
+    return torch.cat(out)
+
+
+def _in_basis(op: Any, part: Part, view: Any, g: Tensor) -> tuple[Any, Tensor, Tensor]:
+    """Inputs, gradients and the variances V (b, o, i) in the basis where the layer's posterior is diagonal."""
+    if isinstance(op, Diagonal):
+        return view, g, (1 / op.dense()).reshape(part.shape).to(g)
+    _, ua, _, ub = op.decomposition
+    if op.diag is not None and not op.diag.uniform:
+        u, e = (t.rsqrt().to(g) for t in op.separated)
+        g = g * u
+        ua = torch.diag_embed(e) if ua is None else e.unsqueeze(-1) * ua.to(g)
+    return (
+        view.rotated(None if ua is None else ua.to(g)),
+        torch.einsum("knsbo,boq->knsbq", g, ub.to(g)),
+        (1 / op.precision).to(g),
+    )
+
+
+def _layer(op: Any, part: Part, view: Any, g: Tensor, budget: int) -> Tensor:
+    """One layer's term, (n, c, c), in pieces of examples."""
+    if isinstance(op, (Diagonal, Kronecker)):
+        view, g, inverse = _in_basis(op, part, view, g)
+        shared = view.positions > 1
+        return torch.cat([v.covariance(p, inverse) for v, p in _pieces(view, g, part.size if shared else 1, budget)])
+    rows = (v.outer(p).flatten(2).transpose(0, 1).to(torch.float64) for v, p in _pieces(view, g, part.size, budget))
+    return torch.cat([linalg.covariance(op, r) for r in rows])
+
+
+def _pieces(view: Any, g: Tensor, size: int, budget: int) -> Iterator[tuple[Any, Tensor]]:
+    step = max(1, budget // (g.shape[0] * size * 8))
+    for start in range(0, g.shape[1], step):
+        index = slice(start, start + step)
+        yield view.chunk(index), g[:, index]
+
+
+def _joint_terms(
+    tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], record: Record, x: Any, budget: int
+) -> Iterator[Tensor]:
+    """Each part's (n·c, n·c) term; a layer's rows are made for a range of its outputs at a time."""
+    f = record.f.detach()
+    n, c = f.shape
+    u = torch.eye(c, dtype=f.dtype, device=f.device).expand(n, c, c)
+    gradients, views = record.pull(u), record.views()
+    generic = tuple(part.name for part in parts if part.generic and part.kind != "unused")
+    for part, op in zip(parts, precision.parts, strict=True):
+        if part.name not in gradients:
+            continue
+        view, g = views[part.name], gradients[part.name]
+        if not isinstance(op, (Diagonal, Kronecker)):
+            yield linalg.covariance(
+                op, view.outer(g).flatten(2).transpose(0, 1).reshape(1, n * c, -1).to(torch.float64)
+            )[0]
+            continue
+        view, g, inverse = _in_basis(op, part, view, g)
+        b, o, i = inverse.shape
+        step = max(1, budget // (4 * n * c * b * i * 8))
+        for start in range(0, o, step):
+            rows = view.outer(g[..., start : start + step]) * inverse[:, start : start + step].sqrt()
+            rows = rows.flatten(2).transpose(0, 1).reshape(n * c, -1).to(torch.float64)
+            yield rows @ rows.mT
+    if generic:
+        rows = tangent.pulled(x, u, generic).to(torch.float64).reshape(1, n * c, -1)
+        own = [(part, op) for part, op in zip(parts, precision.parts, strict=True) if part.name in generic]
+        for (_, op), piece in zip(own, rows.split([part.size for part, _ in own], -1), strict=True):
+            yield linalg.covariance(op, piece)[0]
