@@ -1,9 +1,9 @@
 """Coverage that is proved: which rule speaks for which parameter, checked against autograd on a probe batch.
 
-For random cotangents of the first half of the examples, the gradient that a rule implies from its own examples,
-Σ_n Σ_s g ⊗ a, must equal autograd's. A parameter that is tied, used twice or functionally, hidden from a fused
-kernel, masked, or of a layer without a rule fails that (or never gets there) and is treated by an exact generic
-block. Nothing is dropped; `reason` says why.
+For a random cotangent of each example of the probe, the gradient that a rule implies from that example's own inputs
+and output gradients, Σ_s g ⊗ a, must equal autograd's, and the parameter must enter the graph once. A parameter that
+is tied, used twice or functionally, hidden from a fused kernel, masked, or of a layer without a rule fails that (or
+never gets there) and is treated by an exact generic block. Nothing is dropped; `reason` says why.
 """
 
 from __future__ import annotations
@@ -115,51 +115,82 @@ def _called_once(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list
 
 
 def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
+    """The parts whose rule gives autograd's gradient for every example of the probe, and why the others do not."""
     record = Capture(tangent, tuple(parts), clone_all=True).run(x)
     if not parts:
         return [], {}
     n = len(record.f)
-    first = max(1, n // 2)
-    u = torch.randn(record.f.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(record.f)
-    u[first:] = 0
-    wanted = [record.leaves[name] for part in parts for name in part.parameters]
-    found = torch.autograd.grad(record.f, wanted, u, retain_graph=True, allow_unused=True)
-    truth: dict[str, Tensor | None] = dict(zip((name for part in parts for name in part.parameters), found, strict=True))
+    k = min(n, PROBE)
+    u = record.f.new_zeros(n, k, *record.f.shape[1:])  # cotangent e is of example e alone
+    noise = torch.randn(k, *record.f.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u[range(k), range(k)] = noise.to(u)
+    names = [name for part in parts for name in part.parameters]
+    truth: list[dict[str, Tensor | None]] = []
+    for e in range(k):
+        wanted = [record.leaves[name] for name in names]
+        found = torch.autograd.grad(record.f, wanted, u[:, e], retain_graph=True, allow_unused=True)
+        truth.append(dict(zip(names, found, strict=True)))
+    uses = _uses(record)
     proved: list[Part] = []
     reasons: dict[str, str] = {}
     for part in parts:
-        if _agrees(record, part, u, first, truth):
+        often = [name for name in part.parameters if uses[name] > 1]
+        if not often and _agrees(record, part, u, truth):
             touched = record.handed_on[part.name]._version > 0
             proved.append(replace(part, clone=touched))
-        else:
-            text = (
-                f"{type(tangent.model.get_submodule(part.name)).__name__}'s rule does not give autograd's gradient here"
-            )
-            reasons |= dict.fromkeys(part.parameters, text)
+            continue
+        module = type(tangent.model.get_submodule(part.name)).__name__
+        text = f"{module}'s rule does not give autograd's gradient here"
+        text = f"{often[0]} is used elsewhere too" if often else text
+        reasons |= dict.fromkeys(part.parameters, text)
     return proved, reasons
 
 
-def _agrees(record: Record, part: Part, u: Tensor, first: int, truth: dict[str, Tensor | None]) -> bool:
-    one = replace_parts(record, part)
+def _uses(record: Record) -> Counter[str]:
+    """How often each parameter enters the graph: a second use may have no gradient on the probe, and yet on others."""
+    names = {id(leaf): name for name, leaf in record.leaves.items()}
+    uses: Counter[str] = Counter()
+    seen, stack = set(), [record.f.grad_fn]
+    while stack:
+        node = stack.pop()
+        for following, _ in () if node is None else node.next_functions:
+            leaf = names.get(id(getattr(following, "variable", None)))
+            if leaf is not None:
+                uses[leaf] += 1
+            elif following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return uses
+
+
+def _agrees(record: Record, part: Part, u: Tensor, truth: list[dict[str, Tensor | None]]) -> bool:
+    """Whether the rule gives the gradient of each example from its own inputs and output gradients alone."""
+    one = replace(record, parts=(part,))
     try:
-        g = one.pull(u.unsqueeze(1))[part.name][:, :first]
-        implied = part.split(one.views()[part.name].chunk(slice(0, first)).outer(g).sum(1)[0])
-    except (RuntimeError, ValueError, IndexError):  # shapes that the rule did not expect
+        g, view = one.pull(u)[part.name], one.views()[part.name]
+        if g.shape != (u.shape[1], u.shape[0], view.positions, *part.shape[:2]):
+            return False
+        return all(_example_agrees(part, view, g, e, want) for e, want in enumerate(truth))
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # what the rule did not expect
         return False
-    eps = torch.finfo(record.f.dtype).eps
+
+
+def _example_agrees(part: Part, view: Any, g: Tensor, e: int, truth: dict[str, Tensor | None]) -> bool:
+    own = slice(e, e + 1)
+    tolerance = min(0.1, 1e4 * torch.finfo(g.dtype).eps)
+    if not _small(torch.cat([g[e, :e], g[e, e + 1 :]]), tolerance * g[e].double().norm()):
+        return False  # other examples' positions, or outputs that depend on other examples
+    implied = part.split(view.chunk(own).outer(g[own, own])[0, 0])
     for name, vector in implied.items():
         want = truth[name]
         want = torch.zeros_like(vector) if want is None else want.reshape(-1)
-        if vector.shape != want.shape:
-            return False
-        gap = (vector.to(want) - want).double().norm()
-        if not float(gap) <= min(0.1, 1e4 * eps) * float(want.double().norm()) + 1e-300:
+        if vector.shape != want.shape or not _small(vector.to(want) - want, tolerance * want.double().norm()):
             return False
     return True
 
 
-def replace_parts(record: Record, part: Part) -> Record:
-    return replace(record, parts=(part,))
+def _small(gap: Tensor, bound: Tensor) -> bool:
+    return float(gap.double().norm()) <= float(bound) + 1e-300
 
 
 def _gradient(tangent: TangentModel, x: Any) -> dict[str, Tensor | None]:
