@@ -69,14 +69,14 @@ def _(op: Diagonal, s: Tensor) -> Diagonal:
 
 @linalg.shift.register
 def _(op: Diagonal, d: Diagonal) -> Diagonal:
-    if op.uniform and d.uniform:
-        return Diagonal(op.values + d.values, op.size)
+    if op.uniform or d.uniform:  # the groups of the other stay
+        return Diagonal(op.values + d.values, op.size, d.index if op.uniform else op.index)
     return Diagonal(op.dense() + d.dense(), op.size)
 
 
 @linalg.solve.register
 def _(op: Diagonal, b: Tensor) -> Tensor:
-    return b / op.dense()
+    return b / op.dense().detach()
 
 
 @linalg.logdet.register
@@ -86,12 +86,12 @@ def _(op: Diagonal) -> Tensor:
 
 @linalg.draw.register
 def _(op: Diagonal, n: int, generator: torch.Generator) -> Tensor:
-    return linalg.standard_normal((n, op.size), generator, op.values) / op.dense().sqrt()
+    return linalg.standard_normal((n, op.size), generator, op.values) / op.dense().detach().sqrt()
 
 
 @linalg.covariance.register
 def _(op: Diagonal, rows: Tensor) -> Tensor:
-    return torch.einsum("nap,p,nbp->nab", rows, 1 / op.dense(), rows)
+    return torch.einsum("nap,p,nbp->nab", rows, 1 / op.dense().detach(), rows)
 
 
 @linalg.diagonal.register

@@ -46,24 +46,35 @@ class Kronecker:
     # -- the shift as u ⊗ e ---------------------------------------------------------------------------------------
 
     @cached_property
-    def separated(self) -> tuple[Tensor, Tensor]:
-        """u (b, o) and e (b, i) with D = u ⊗ e."""
+    def pattern(self) -> tuple[Tensor | None, Tensor | None]:
+        """Which value of D each row (b, o) has, or else each column (b, i); neither for a uniform D."""
         b, o, i = self.shape
         d = self.diag
         if d is None:
             raise Unsupported(f"the Kronecker block of {self.name} has no prior yet; shift it first")
-        one = torch.ones((), dtype=d.values.dtype, device=d.values.device)
         if d.uniform:
-            return d.values.expand(b, o), one.expand(b, i)
+            return None, None
         index = (torch.arange(d.size, device=d.values.device) if d.index is None else d.index).reshape(b, o, i)
         if bool((index == index[:, :, :1]).all()):
-            return d.values[index[:, :, 0]], one.expand(b, i)
+            return index[:, :, 0], None
         if bool((index == index[:, :1]).all()):
-            return one.expand(b, o), d.values[index[:, 0]]
+            return None, index[:, 0]
         raise Unsupported(
             f"a Kronecker block cannot absorb an element-wise prior on {self.name}; "
             "use a prior per layer or per unit, or structure='diag'"
         )
+
+    @property
+    def separated(self) -> tuple[Tensor, Tensor]:
+        """u (b, o) and e (b, i) with D = u ⊗ e; not kept, since one made under no_grad would lose its gradient."""
+        b, o, i = self.shape
+        by_row, by_column = self.pattern
+        assert self.diag is not None
+        values = self.diag.values
+        one = torch.ones((), dtype=values.dtype, device=values.device)
+        if by_column is not None:
+            return one.expand(b, o), values[by_column]
+        return values.expand(b, o) if by_row is None else values[by_row], one.expand(b, i)
 
     def whitened(self) -> tuple[Tensor, Tensor]:
         """A' and B' for a shift that is not uniform; A and B themselves for one that is."""
@@ -78,9 +89,9 @@ class Kronecker:
         """Whether eigenvalues must be differentiable, or belong to this shift alone."""
         return self.b.requires_grad or not (self.diag is None or self.diag.uniform)
 
-    @cached_property
+    @property
     def eigenvalues(self) -> Tensor:
-        """Products m·l of the (whitened) factors, (b, o, i)."""
+        """Products m·l of the (whitened) factors, (b, o, i), differentiable in D."""
         if self._fresh():
             a, b = self.whitened() if self.diag is not None else (self.a, self.b)
             values = [a if a.ndim == 2 else torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b)]
@@ -114,17 +125,19 @@ class Kronecker:
 
     @cached_property
     def precision(self) -> Tensor:
-        """The eigenvalues of M (uniform D) or of D^-½ M D^-½, (b, o, i), in the basis of `decomposition`."""
+        """The eigenvalues of M (uniform D) or of D^-½ M D^-½, (b, o, i), in the basis of `decomposition`, and like
+        it without gradient: of the verbs only logdet is differentiable."""
         assert self.diag is not None
         l, _, m, _ = self.decomposition
-        return self.factor * m.unsqueeze(-1) * l.unsqueeze(-2) + (self.diag.values if self.diag.uniform else 1.0)
+        shift = self.diag.values.detach() if self.diag.uniform else 1.0
+        return self.factor.detach() * m.unsqueeze(-1) * l.unsqueeze(-2) + shift
 
     def scaling(self) -> Tensor:
-        """D^-½ as (b, o, i) where D is not uniform, else 1."""
+        """D^-½ as (b, o, i) where D is not uniform, else 1; without gradient."""
         assert self.diag is not None
         if self.diag.uniform:
             return torch.ones((), dtype=self.b.dtype, device=self.b.device)
-        u, e = self.separated
+        u, e = (t.detach() for t in self.separated)
         return u.rsqrt().unsqueeze(-1) * e.rsqrt().unsqueeze(-2)
 
     def rotate(self, w: Tensor) -> Tensor:
@@ -168,7 +181,7 @@ def _(op: Kronecker, b: Tensor) -> Tensor:
 
 @linalg.logdet.register
 def _(op: Kronecker) -> Tensor:
-    op.separated  # noqa: B018 - raises for a shift that cannot be absorbed
+    op.pattern  # noqa: B018 - raises for a shift that cannot be absorbed
     assert op.diag is not None
     if op.diag.uniform:
         return torch.log(op.factor * op.eigenvalues + op.diag.values).sum()

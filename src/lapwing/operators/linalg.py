@@ -12,7 +12,8 @@ An operator is a symmetric matrix M = s·H + diag(d) that knows its structure. I
     diagonal(M)       diag(M)                              (p,)
     to_dense(M)       M                                    (p, p)
 
-Operators live in float64: that is where factorizations need to be. A missing pair raises and names alternatives.
+solve, draw and covariance use factorizations that are made once, and carry no gradient in s and d. Operators live in
+float64: that is where factorizations need to be. A missing pair raises and names alternatives.
 """
 
 from __future__ import annotations
