@@ -68,11 +68,13 @@ def _shrunk(mean: Tensor, cov: Tensor) -> Tensor:
 
 def _bridge(mean: Tensor, cov: Tensor) -> Tensor:
     """α_k = (1 − 2/c + c⁻² Σ_l exp(f_k − f_l)) / V_kk on the plane Σ f = 0; E[p] = α / Σ α."""
-    c = mean.shape[-1]
-    row, total = cov.sum(-1), cov.sum((-1, -2)).clamp(min=torch.finfo(cov.dtype).tiny)
-    mean = mean - row * (mean.sum(-1) / total).unsqueeze(-1)
-    var = cov.diagonal(dim1=-2, dim2=-1) - row.square() / total.unsqueeze(-1)
-    var = var.clamp(min=torch.finfo(cov.dtype).eps * cov.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True))
+    c, eps = mean.shape[-1], torch.finfo(cov.dtype).eps
+    var, row, total = cov.diagonal(dim1=-2, dim2=-1), cov.sum(-1), cov.sum((-1, -2)).unsqueeze(-1)
+    flat = total <= 10 * c * eps * var.sum(-1, keepdim=True)  # a common shift that does not vary: only center it
+    gain = torch.where(flat, 1 / c, row / torch.where(flat, 1, total))
+    mean = mean - gain * mean.sum(-1, keepdim=True)
+    var = torch.where(flat, var, var - gain * row)
+    var = (var / var.amax(-1, keepdim=True).clamp(min=torch.finfo(cov.dtype).tiny)).clamp(min=eps)  # E[p] sees ratios
     log_sum = torch.logsumexp(-mean, -1, keepdim=True)
     alpha = (1 - 2 / c + torch.exp(mean + log_sum) / c**2) / var
     return alpha / alpha.sum(-1, keepdim=True)
