@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.predictive.link import DRAWS, LINKS, closed_form, psd_root, quasi_normal
@@ -137,12 +138,7 @@ class Prediction:
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of each input, (n, ...); of all inputs together, 0-dim, if the prediction is joint."""
         y = y.to(self.f_mean.device)
-        c = self.f_mean.shape[-1]
-        flat, targets = (
-            self.f_mean.reshape(-1, c),
-            y.reshape(-1, c) if y.shape == self.f_mean.shape else y.reshape(-1),
-        )
-        self.likelihood.validate(flat, targets)
+        self.likelihood.validate(flat_outputs(self.f_mean), flat_targets(self.f_mean, y))
         if self._exact:
             return self._gaussian_log_prob(y)
         if self.joint or self.outputs is not None:
@@ -150,7 +146,10 @@ class Prediction:
             each = self.likelihood.log_prob(draws, y.expand(len(draws), *y.shape))  # (s, n, ...)
             each = each.flatten(1).sum(1) if self.joint else each
             return torch.logsumexp(each, 0) - math.log(len(draws))
-        # the predictive distribution of one y is that of E[y|f]: a categorical, or bernoullis, of its mean
+        if self.link == "monte_carlo" and y.shape == self.f_mean.shape:
+            return self._drawn_log_prob(y)
+        # the predictive distribution of one y is that of E[y|f]: a categorical of its mean; with a closed-form link,
+        # independent bernoullis (their dependence through f, which is there with several outputs, is left out)
         p = self.mean.clamp(torch.finfo(self.mean.dtype).tiny, 1)
         if y.shape == self.f_mean.shape:
             least = torch.finfo(p.dtype).eps / 2  # a probability that rounds to 1 does not make the other impossible
@@ -196,6 +195,19 @@ class Prediction:
             parts.append(_moments(self.likelihood, gaussian._quasi() if outputs is None else outputs[:, index]))
         joined = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         return {k: v.reshape(*self.f_mean.shape[:-1], *v.shape[1:]) for k, v in joined.items()}
+
+    def _drawn_log_prob(self, y: Tensor) -> Tensor:
+        """log E_f Π_c p(y_c | f_c) of each input: binary outputs depend on each other through f."""
+        c = self.f_mean.shape[-1]
+        mean, cov, targets = self.f_mean.reshape(-1, c), self.marginal.reshape(-1, c, c), y.reshape(-1, c)
+        parts = []
+        size = max(1, CHUNK // (DRAWS * c))
+        for start in range(0, len(mean), size):
+            index = slice(start, start + size)
+            draws = Prediction(self.likelihood, mean[index], cov[index])._quasi()
+            each = self.likelihood.log_prob(draws, targets[index].expand(draws.shape))
+            parts.append(torch.logsumexp(each, 0) - math.log(len(draws)))
+        return torch.cat(parts).reshape(self.f_mean.shape[:-1])
 
     def _probabilities(self, p: Tensor) -> Tensor:
         if isinstance(self.likelihood, Gaussian):
