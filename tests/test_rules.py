@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import lapwing as lw
-from lapwing.curvature import Diagonal, accumulate
+from lapwing.curvature import Diagonal, Kronecker, accumulate
 from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.cover import cover
 from lapwing.curvature.parts import Part
@@ -94,6 +94,7 @@ CASES = [
     conv("depthwise", nn.Conv2d, (3, 4, 3), 3, (2, 3), groups=3),
     conv("depthwise, several outputs", nn.Conv2d, (2, 4, 3), 6, 2, groups=2, bias=False),
     conv("pointwise", nn.Conv2d, (3, 2, 3), 4, 1),
+    Case("Conv2d folded", lambda: nn.Conv2d(2, 3, 2), (3, 2, 3, 3), fold=True),
     conv("plain", nn.Conv3d, (2, 3, 2, 3), 3, (2, 1, 2)),
     conv(
         "all options", nn.Conv3d, (4, 3, 3, 4), 2, (2, 3, 2), groups=2, stride=(1, 2, 1), padding=(0, 1, 1), bias=False
@@ -107,6 +108,7 @@ CASES = [
     norm("BatchNorm1d with positions", lambda: nn.BatchNorm1d(3), (3, 4)),
     norm("BatchNorm1d folded", lambda: nn.BatchNorm1d(3), (4, 3), fold=True),
     norm("BatchNorm2d", lambda: nn.BatchNorm2d(3), (3, 2, 4)),
+    norm("BatchNorm2d folded", lambda: nn.BatchNorm2d(3), (2, 3, 2, 4), fold=True),
     norm("BatchNorm3d", lambda: nn.BatchNorm3d(2), (2, 2, 1, 3)),
     norm("LayerNorm", lambda: nn.LayerNorm(5), (5,)),
     norm("LayerNorm with positions", lambda: nn.LayerNorm(5), (3, 5)),
@@ -120,6 +122,7 @@ CASES = [
     norm(
         "InstanceNorm2d with statistics", lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), (3, 2, 4)
     ),
+    norm("InstanceNorm1d folded", lambda: nn.InstanceNorm1d(3, affine=True), (2, 3, 4), fold=True),
     norm("InstanceNorm3d", lambda: nn.InstanceNorm3d(2, affine=True), (2, 2, 1, 3)),
     norm("RMSNorm", lambda: nn.RMSNorm(5), (5,)),
     norm("RMSNorm with positions", lambda: nn.RMSNorm(5, eps=0.1), (3, 5)),
@@ -297,25 +300,37 @@ def test_covariance_and_variance_under_a_diagonal(case: Case, selection: str) ->
     close(it.view.variance(it.g, v.reshape(it.part.shape)), expected.diagonal(dim1=1, dim2=2))
 
 
-@sweep
-def test_gram_matrices_of_inputs(case: Case, selection: str) -> None:
-    """Expand: Σ_{n,s} a aᵀ. Reduce: Σ_n ā āᵀ, ā the mean over positions."""
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("case", "selection"), [p for p in PAIRS if "Norm" not in str(p.id)])
+def test_kronecker_factors_are_sums_over_inputs_and_output_gradients(case: Case, selection: str, sharing: str) -> None:
+    """Expand: Σ_{n,s} a aᵀ and Σ_{n,s} g gᵀ, over N·S. Reduce: of the mean of a and the sum of g, over N."""
     it = seen(case, selection)
-    for sharing, a in (("expand", it.inputs), ("reduce", it.inputs.mean(1, keepdim=True))):
-        found = it.view.gram(sharing)
-        close(torch.diag_embed(found) if found.ndim == 2 else found, torch.einsum("nsbi,nsbj->bij", a, a))
-    assert it.view.positions == it.inputs.shape[1]
+    tangent, y = linearize(it.net, list(it.part.parameters)), torch.zeros(N, OUTPUTS, dtype=torch.float64)
+    state = accumulate(Kronecker(sharing=sharing), tangent, lw.likelihoods.Gaussian(), (it.x, y))
+    (found,) = state.structure.operator(state, torch.ones(1, dtype=torch.float64)).parts
+    unit = torch.eye(OUTPUTS, dtype=torch.float64).expand(N, OUTPUTS, OUTPUTS)
+    a, g = it.inputs, torch.stack([output_gradient(it.net, it.x, unit[:, k]) for k in range(OUTPUTS)])
+    if sharing == "reduce":
+        a, g = a.mean(1, keepdim=True), g.sum(2, keepdim=True)
+    A, B = torch.einsum("nsbi,nsbj->bij", a, a), torch.einsum("knsbo,knsbq->boq", g, g)
+    blocks = [torch.kron(b, a) / (N * g.shape[2]) for a, b in zip(A, B, strict=True)]
+    close(linalg.to_dense(found), torch.block_diag(*blocks))
+
+
+def output_gradient(net: Around, x: Tensor, u: Tensor) -> Tensor:
+    """g (n, s, b, o) for one cotangent an example, by autograd."""
+    net = copy.deepcopy(net).eval()
+    z = net.layer(net.into(x)).detach().requires_grad_()
+    f = torch.tanh(z.reshape(N, -1)) @ net.readout
+    return arranged(net.layer, torch.autograd.grad(f, z, u)[0], N)
 
 
 @sweep
 def test_output_gradients_in_order(case: Case, selection: str) -> None:
     it = seen(case, selection)
-    net = copy.deepcopy(it.net).eval()
-    z = net.layer(net.into(it.x)).detach().requires_grad_()
-    f = torch.tanh(z.reshape(N, -1)) @ net.readout
     for k in range(COTANGENTS):
-        (g,) = torch.autograd.grad(f, z, it.u[:, k], retain_graph=True)
-        close(it.g[k], arranged(net.layer, g, N))
+        close(it.g[k], output_gradient(it.net, it.x, it.u[:, k]))
+    assert it.view.positions == it.inputs.shape[1]
 
 
 @sweep

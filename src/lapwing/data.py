@@ -47,9 +47,12 @@ class TensorBatches:
 
 
 def as_batches(data: Any) -> Iterable[Any]:
-    """Make batches from a DataLoader, a Dataset, a pair (X, y), or any re-iterable of batches."""
-    pair = isinstance(data, (tuple, list)) and len(data) == 2
-    if pair and not isinstance(data[0], (tuple, list)) and not isinstance(data[1], Mapping):  # not two batches
+    """Make batches from a DataLoader, a Dataset, a pair (X, y), or any re-iterable of batches.
+
+    A pair is a tuple whose X may be any tree of tensors; a list is a list of batches, unless it holds two tensors.
+    """
+    two = isinstance(data, (tuple, list)) and len(data) == 2
+    if two and (isinstance(data, tuple) or isinstance(data[0], (Tensor, np.ndarray))):
         inputs, targets = (_as_tensors(part) for part in data)
         n, m = tree.batch_size(inputs), tree.batch_size(targets)
         if n != m:

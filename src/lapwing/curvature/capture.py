@@ -49,6 +49,16 @@ class Record:
         """Memory of one cotangent's gradients over all layers."""
         return sum(t.numel() * t.element_size() for t in self.outputs.values())
 
+    def columns(self, u: Tensor, multiple: int, budget: int) -> Iterator[dict[str, Tensor]]:
+        """Output gradients of each layer, {module: (K', n, s, b, o)}, for the cotangents u (n, K, ..., c) a few at a
+        time: a multiple of `multiple`, within the budget, and as few as that where convolutions are, which run
+        fastest from memory that is still at hand."""
+        if not self.called:
+            return
+        fit = max(1, budget // max(1, self.column_bytes * multiple)) if self.columns_at_once else 1
+        for part_u in u.split(fit * multiple, 1):
+            yield self.pull(part_u)
+
     def pull(self, u: Tensor) -> dict[str, Tensor]:
         """Output gradients of each layer, {module: (K, n, s, b, o)}, for cotangents u (n, K, ..., c)."""
         called = self.called
@@ -56,19 +66,21 @@ class Record:
             return {}
         u = u.transpose(0, 1).to(self.f).reshape(u.shape[1], *self.f.shape)
         outs = [self.outputs[part.name] for part in called]
+        grads: tuple[Tensor | None, ...]
         if self.columns_at_once:
             grads = torch.autograd.grad(self.f, outs, u, retain_graph=True, is_grads_batched=True, allow_unused=True)
         else:
             columns = [torch.autograd.grad(self.f, outs, one, retain_graph=True, allow_unused=True) for one in u]
-            grads = tuple(
-                None if g[0] is None else torch.stack(g)
-                for g in zip(*columns, strict=True)  # type: ignore[arg-type]
-            )
+            grads = tuple(None if g[0] is None else _stack(g) for g in zip(*columns, strict=True))
         out = {}
         for part, g, z in zip(called, grads, outs, strict=True):
             g = z.new_zeros(len(u), *z.shape) if g is None else g
             out[part.name] = part.outputs(self.model, g, len(self.f))
         return out
+
+
+def _stack(columns: tuple[Tensor, ...]) -> Tensor:
+    return columns[0].unsqueeze(0) if len(columns) == 1 else torch.stack(columns)
 
 
 class Capture:

@@ -135,11 +135,12 @@ class LayeredSum:
         self.budget = structure.memory_budget
         self.capture = Capture(tangent, parts)
         self.generic = tuple(part for part in parts if part.generic and part.kind != "unused")
+        dtype = torch.promote_types(tangent.dtype, torch.float32)
         self.sums: dict[str, Any] = {}
         for part in parts:
             if part.kind == "kron":
                 assert isinstance(structure, Kronecker)
-                self.sums[part.name] = KroneckerSum(part, weights, tangent.device, structure.sharing)
+                self.sums[part.name] = KroneckerSum(part, weights, tangent.device, dtype, structure.sharing)
             elif part.kind == "dense":
                 self.sums[part.name] = DenseSum(part, weights, tangent.device)
             elif part.kind == "diagonal":
@@ -154,9 +155,7 @@ class LayeredSum:
         views = record.views()
         for name, view in views.items():
             self.sums[name].see(view, n)
-        step = max(1, self.budget // 4 // max(1, record.column_bytes * self.weights)) * self.weights
-        for start in range(0, u.shape[1] if views else 0, step):
-            gradients = record.pull(u[:, start : start + step])
+        for gradients in record.columns(u, self.weights, self.budget // 4):
             for name, g in gradients.items():
                 self.sums[name].add(views[name], g, self.budget // 4)
         self._observe_generic(x, u.to(f))

@@ -75,7 +75,8 @@ class Part:
         a = rule.inputs(module, x.detach(), n)
         if isinstance(a, OneHotInputs):
             return a
-        return DenseInputs(with_ones(a, self.weight is not None, self.bias is not None))
+        b, _, i = rule.shape(module)
+        return DenseInputs(with_ones(a, n, b, i, self.weight is not None, self.bias is not None))
 
     def outputs(self, model: nn.Module, g: Tensor, n: int) -> Tensor:
         """Output gradients (k, *output) as (k, n, s, b, o)."""

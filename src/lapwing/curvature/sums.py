@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.parts import Part
+from lapwing.curvature.rules.view import mirrored
 
 
 def by_weight(g: Tensor, weights: int) -> list[Tensor]:
@@ -23,27 +24,38 @@ def by_weight(g: Tensor, weights: int) -> list[Tensor]:
 
 
 class KroneckerSum:
-    def __init__(self, part: Part, weights: int, device: torch.device, sharing: str) -> None:
+    def __init__(self, part: Part, weights: int, device: torch.device, dtype: torch.dtype, sharing: str) -> None:
         b, o, _ = part.shape
         self.weights, self.sharing = weights, sharing
         self.a: Tensor | None = None  # (b, i, i), or its diagonal (b, i)
-        self.b = torch.zeros(weights, b, o, o, dtype=torch.float64, device=device)
+        self.b = torch.zeros(weights, b, o, o, dtype=dtype, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
 
     def see(self, view: Any, n: int) -> None:
-        gram = view.gram(self.sharing).to(torch.float64)
-        self.a = gram if self.a is None else self.a + gram
+        if self.a is None:
+            self.a = view.empty_gram(self.sharing)
+        view.add_gram(self.a, self.sharing)
         self.count += n * (view.positions if self.sharing == "expand" else 1)
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         for h, mine in enumerate(by_weight(g, self.weights)):
-            mine = mine.sum(2, keepdim=True) if self.sharing == "reduce" else mine
-            flat = mine.flatten(0, 2).transpose(0, 1)  # (b, K n s, o)
-            self.b[h] += flat.mT @ flat
+            _add_outputs(self.b[h], mine.sum(2, keepdim=True) if self.sharing == "reduce" else mine)
 
     def result(self) -> dict[str, Tensor]:
         assert self.a is not None
-        return {"A": self.a, "B": self.b, "count": self.count}
+        return {"A": mirrored(self.a), "B": self.b, "count": self.count}
+
+
+def _add_outputs(total: Tensor, g: Tensor) -> None:
+    """total (b, o, o) += Σ g gᵀ over (k, n, s), for g (k, n, s, b, o) in the memory order that its layer gives."""
+    g = g.to(total)
+    if g.shape[2] > 1 and g.stride(2) == 1:  # positions run fastest (convolutions): sum products of (o, s) matrices
+        for one, mine in zip(total, g.unbind(3), strict=True):  # (k, n, s, o)
+            matrices = mine.transpose(2, 3).flatten(0, 1)
+            one.addbmm_(matrices, matrices.mT)
+    else:
+        flat = g.flatten(0, 2).transpose(0, 1)  # (b, k n s, o)
+        total.baddbmm_(flat.mT, flat)
 
 
 class DenseSum:

@@ -29,7 +29,7 @@ from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
 from lapwing.tangent.pieces import separable
 
-FIRST, LARGEST = 32, 1024  # examples in the first piece, and in the largest
+FIRST, LARGEST = 32, 128  # examples in the first piece, and in the largest
 
 
 def predict(

@@ -31,11 +31,12 @@ class Rule:
         raise NotImplementedError
 
     def inputs(self, module: Any, x: Tensor, n: int) -> Any:
-        """a (n, s, b, i), or a view of its own (see OneHotInputs)."""
+        """a (n, s, b, i), or a strided view of more dimensions in that order, or inputs of a kind of their own (see
+        OneHotInputs)."""
         raise NotImplementedError
 
     def outputs(self, module: Any, g: Tensor, n: int) -> Tensor:
-        """Output gradients (k, *output shape) as (k, n, s, b, o)."""
+        """Output gradients (k, *output shape) as (k, n, s, b, o); a permuted view is fine, and saves a copy."""
         raise NotImplementedError
 
 
@@ -63,8 +64,17 @@ def fold(x: Tensor, n: int, tail: int) -> Tensor:
     return x.reshape(n, -1, *x.shape[x.ndim - tail :])
 
 
-def with_ones(a: Tensor, weight: bool, bias: bool) -> Tensor:
-    """The inputs of the parameters that are selected: those of the weight, a 1 for the bias, or both."""
-    if weight and bias:
-        return torch.nn.functional.pad(a, (0, 1), value=1.0)
-    return a if weight else torch.ones_like(a[..., :1])
+def with_ones(a: Tensor, n: int, b: int, i: int, weight: bool, bias: bool) -> Tensor:
+    """The inputs of the parameters that are selected, (n, s, b, i'): those of the weight, a 1 for the bias, or both.
+
+    `a` is (n, s, b, i) or a strided view of more dimensions in that order (patches): it is copied once, at most.
+    """
+    if weight and not bias:
+        return a.reshape(n, -1, b, i)
+    positions = a.numel() // (n * b * i)
+    if not weight:
+        return a.new_ones(n, positions, b, 1)
+    out = a.new_empty(n, positions, b, i + 1)
+    out[..., :i].view(a.shape).copy_(a)
+    out[..., i] = 1
+    return out

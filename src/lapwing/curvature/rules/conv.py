@@ -24,15 +24,14 @@ class ConvRule(Rule):
     def inputs(self, module: Any, x: Tensor, n: int) -> Tensor:
         dims, b = len(module.kernel_size), module.groups
         windows = patches(_padded(module, x), module.kernel_size, module.stride, module.dilation)  # (n', c, *out, *k)
-        out, kernel = windows.shape[2 : 2 + dims], windows.shape[2 + dims :]
-        windows = windows.reshape(len(x), b, -1, math.prod(out), math.prod(kernel))  # (n', b, c, s, k)
-        windows = windows.permute(0, 3, 1, 2, 4).flatten(3)  # (n', s, b, i)
-        return windows.reshape(n, -1, *windows.shape[2:])
+        windows = windows.unflatten(1, (b, -1))  # (n', b, c, *out, *k)
+        order = (0, *range(3, 3 + dims), 1, 2, *range(3 + dims, 3 + 2 * dims))
+        return windows.permute(order)  # (n', *out, b, c, *k), without a copy
 
     def outputs(self, module: Any, g: Tensor, n: int) -> Tensor:
         k, m, b = g.shape[0], g.shape[1], module.groups
         g = g.reshape(k, m, b, module.out_channels // b, -1).permute(0, 1, 4, 2, 3)  # (k, n', s, b, o)
-        return g.reshape(k, n, -1, *g.shape[3:])
+        return g if m == n else g.reshape(k, n, -1, *g.shape[3:])
 
 
 def _padded(module: Any, x: Tensor) -> Tensor:

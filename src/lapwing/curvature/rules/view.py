@@ -18,6 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PANEL = 384  # columns of a lower triangle multiplied at a time
+
+
+def mirrored(lower: Tensor) -> Tensor:
+    """The symmetric matrices (..., i, i) of which `lower` holds the lower triangles; a diagonal (..., i) as it is."""
+    if lower.ndim == 2:
+        return lower
+    below = lower.tril(-1)
+    return below + below.mT + torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1))
+
 
 @dataclass(frozen=True, eq=False)
 class DenseInputs:
@@ -32,11 +42,17 @@ class DenseInputs:
     def chunk(self, index: slice) -> DenseInputs:
         return DenseInputs(self.a[index])
 
-    def gram(self, sharing: str) -> Tensor:
-        """Σ a aᵀ over data (and positions, or of their mean), (b, i, i)."""
+    def empty_gram(self, sharing: str) -> Tensor:
+        b, i = self.a.shape[2:]
+        return torch.zeros(b, i, i, dtype=torch.promote_types(self.a.dtype, torch.float32), device=self.a.device)
+
+    def add_gram(self, total: Tensor, sharing: str) -> None:
+        """total (b, i, i) += Σ a aᵀ over data and positions (or of their mean), on and below the diagonal."""
         a = self.a.mean(1, keepdim=True) if sharing == "reduce" else self.a
-        a = a.flatten(0, 1).transpose(0, 1)  # (b, n s, i)
-        return a.mT @ a
+        a = a.flatten(0, 1).transpose(0, 1).to(total)  # (b, n s, i)
+        for start in range(0, total.shape[-1], PANEL):
+            stop = start + PANEL
+            total[:, start:, start:stop].baddbmm_(a[:, :, start:].mT, a[:, :, start:stop])
 
     def outer(self, g: Tensor) -> Tensor:
         """Gradients of each example, (k, n, b, o, i)."""
@@ -48,7 +64,7 @@ class DenseInputs:
         """Σ_{k,n} dW², (b, o, i): positions are summed before the square."""
         if self.positions == 1:
             return torch.einsum("nbo,nbi->boi", g[:, :, 0].square().sum(0), self.a[:, 0].square())
-        return self.outer(g).square().sum((0, 1))
+        return torch.linalg.vector_norm(self.outer(g), dim=(0, 1)).square()
 
     def rotated(self, basis: Tensor | None) -> DenseInputs:
         """Inputs in another basis, basis (b, i, j)."""
@@ -91,13 +107,17 @@ class OneHotInputs:
         g = g[:, :, :, 0]
         return g if self.padding is None else g * (self.ids != self.padding)[None, :, :, None]
 
-    def gram(self, sharing: str) -> Tensor:
-        """Σ a aᵀ is diagonal if positions are expanded: counts, (1, i); else the full matrix."""
-        live = self.ids if self.padding is None else self.ids[self.ids != self.padding]
-        if sharing == "expand":
-            return torch.bincount(live.reshape(-1), minlength=self.size).reshape(1, -1).to(torch.float64)
-        a = self._dense().mean(1)
-        return (a.mT @ a).unsqueeze(0)
+    def empty_gram(self, sharing: str) -> Tensor:
+        """Σ a aᵀ is diagonal if positions are expanded: counts, (1, i); else a full matrix, (1, i, i)."""
+        shape = (1, self.size) if sharing == "expand" else (1, self.size, self.size)
+        return torch.zeros(shape, dtype=torch.float64, device=self.ids.device)
+
+    def add_gram(self, total: Tensor, sharing: str) -> None:
+        if sharing == "reduce":
+            DenseInputs(self._dense().unsqueeze(2)).add_gram(total, sharing)
+        else:
+            live = self.ids if self.padding is None else self.ids[self.ids != self.padding]
+            total += torch.bincount(live.reshape(-1), minlength=self.size)
 
     def _dense(self) -> Tensor:
         a = torch.nn.functional.one_hot(self.ids, self.size).to(torch.float64)
