@@ -141,5 +141,10 @@ class Swapped(nn.Module):
         self.model = model
         self.hook = forward
 
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        """Each module once, always: functional_call swaps every name of a tied tensor, and would swap a module that
+        has two names twice, which leaves the swapped tensor behind in the user's model."""
+        return super().named_modules(memo, prefix)
+
     def forward(self, x: Any) -> Tensor:
         return self.hook(self.model, x)
