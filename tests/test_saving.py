@@ -1,0 +1,427 @@
+"""Saving: what comes back is the same to the last bit, or nothing comes back and the error says why."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing import io
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def network() -> nn.Module:
+    """3 -> 4 -> 2 with a buffer that matters; p = 34."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    nn.init.normal_(net[1].weight), nn.init.normal_(net[1].running_mean), nn.init.uniform_(net[1].running_var, 0.5, 2)
+    return net
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """The same weights in another object, as after a restart: in train mode, and with a gradient of its own."""
+    twin = copy.deepcopy(model).train()
+    next(twin.parameters()).grad = torch.ones_like(next(twin.parameters()))
+    return twin
+
+
+def regression(n: int = 6) -> tuple[Tensor, Tensor]:
+    return draw(n, 3), draw(n, 2)
+
+
+def header_of(path: Path) -> dict:
+    with safe_open(str(path), "pt") as file:
+        return json.loads(file.metadata()["lapwing"])
+
+
+def assert_same(loaded: lw.Laplace, saved: lw.Laplace, new: object) -> None:
+    """Every number equal, bit for bit."""
+    for part in ("sums", "statistics"):
+        mine, theirs = getattr(saved.state, part), getattr(loaded.state, part)
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert value.dtype == theirs[key].dtype
+            assert torch.equal(value, theirs[key]), key
+    assert loaded.state.n == saved.state.n
+    assert loaded.state.structure == saved.state.structure
+    assert loaded.state.factor == saved.state.factor
+    assert len(loaded.state.batches) == len(saved.state.batches)
+    for (_, mine), (_, theirs) in zip(saved.state.batches, loaded.state.batches, strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(loaded.prior.precision, saved.prior.precision)
+    assert loaded.prior.precision.shape == saved.prior.precision.shape
+    assert loaded.prior.names == saved.prior.names
+    assert loaded.prior.named() == saved.prior.named()
+    assert torch.equal(loaded.prior.mean_vector(), saved.prior.mean_vector())
+    assert type(loaded.likelihood) is type(saved.likelihood)
+    for key, value in saved.likelihood.hyperparameters.items():
+        assert torch.equal(loaded.likelihood.hyperparameters[key], value)
+    assert loaded.tuning == saved.tuning
+    assert loaded.center == saved.center
+    assert loaded.coverage == saved.coverage
+    assert loaded.memory_budget == saved.memory_budget
+    assert repr(loaded) == repr(saved)
+    assert torch.equal(loaded.log_evidence(), saved.log_evidence())
+    a, b = loaded.predict(new), saved.predict(new)
+    for what in ("f_mean", "covariance", "mean", "total"):
+        assert torch.equal(getattr(a, what), getattr(b, what)), what
+    assert torch.equal(loaded.posterior.draw(2), saved.posterior.draw(2))
+    assert torch.equal(loaded.effective_dimension(), saved.effective_dimension())
+
+
+# -- bit-exact ---------------------------------------------------------------------------------------------------
+
+
+def some_masks(model: nn.Module) -> dict[str, Tensor]:
+    masks = {n: torch.rand(p.shape) < 0.6 for n, p in model.named_parameters() if n.endswith("weight")}
+    for mask in masks.values():
+        mask.view(-1)[:2] = torch.tensor([True, False])  # a proper part of each
+    return masks
+
+
+def some_means(model: nn.Module) -> dict[str, Tensor]:
+    return {n: draw(*p.shape) for n, p in model.named_parameters()}
+
+
+NOISES = lw.likelihoods.Gaussian(torch.tensor([0.3, 0.7], dtype=torch.float64))
+CASES: dict[str, Callable[[nn.Module], dict]] = {
+    "primal": lambda m: {"structure": lw.curvature.Full("primal")},
+    "dual": lambda m: {"structure": lw.curvature.Full("dual")},
+    "diag": lambda m: {"structure": "diag"},
+    "kron": lambda m: {"structure": "kron"},
+    "block": lambda m: {"structure": "block"},
+    "dual, noise per output": lambda m: {"structure": lw.curvature.Full("dual"), "likelihood": NOISES},
+    "primal, noise per output": lambda m: {"structure": lw.curvature.Full("primal"), "likelihood": NOISES},
+    "diag, noise per output": lambda m: {"structure": "diag", "likelihood": NOISES},
+    "layerwise": lambda m: {"prior": "layerwise"},
+    "globs": lambda m: {"prior": {"*.weight": 0.3, "*.bias": 7.0}},
+    "unit": lambda m: {"prior": lw.priors.Gaussian(0.1, per="unit")},
+    "weight": lambda m: {"prior": lw.priors.Gaussian(torch.rand(34).double() + 0.1, per="weight")},
+    "mean": lambda m: {"prior": lw.priors.Gaussian(0.3, mean=0.1)},
+    "means": lambda m: {"prior": lw.priors.Gaussian(0.3, mean=some_means(m))},
+    "masks": lambda m: {"subset": some_masks(m), "prior": "layerwise"},
+    "last layer": lambda m: {"subset": "last_layer"},
+    "globs of weights": lambda m: {"subset": ["0.*", "3.bias"], "structure": "diag"},
+    "empirical": lambda m: {"factor": "empirical"},
+    "monte_carlo": lambda m: {"factor": lw.curvature.Factor("monte_carlo", 3), "structure": "diag"},
+    "hessian": lambda m: {"factor": "hessian", "prior": 300.0},
+    "small memory": lambda m: {"memory_budget": 2**16},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_loaded_is_what_was_saved_to_the_last_bit(case: str, tmp_path: Path) -> None:
+    model = network()
+    options = {"likelihood": lw.likelihoods.Gaussian(0.3), **CASES[case](model)}
+    la = lw.laplace(model, regression(), options.pop("likelihood"), **options)
+    path = tmp_path / "net.lapwing.safetensors"
+    la.save(path)
+    assert os.listdir(tmp_path) == [path.name]
+    assert_same(lw.load(path, twin_of(model)), la, draw(4, 3))
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_classes_come_back_to_the_last_bit(likelihood: str, form: str, tmp_path: Path) -> None:
+    model, x = network(), draw(6, 3)
+    y = torch.randint(2, (6,)) if likelihood == "categorical" else torch.randint(2, (6, 2))
+    la = lw.laplace(model, (x, y), likelihood, structure=lw.curvature.Full(form))
+    la.save(str(tmp_path / "file"))  # a string, and no suffix
+    assert_same(lw.load(str(tmp_path / "file"), model), la, x)
+
+
+@pytest.mark.parametrize("method", ["evidence", "mackay"])
+@pytest.mark.parametrize("prior", [1.0, "layerwise"])
+def test_a_tuned_object_comes_back_tuned(method: str, prior: object, tmp_path: Path) -> None:
+    model = network()
+    la = lw.laplace(model, regression(12), NOISES, prior=prior).tuned(method, fixed=("precision",))
+    la.save(tmp_path / "tuned")
+    loaded = lw.load(tmp_path / "tuned", twin_of(model))
+    assert_same(loaded, la, draw(4, 3))
+    assert loaded.tuning is not None
+    assert loaded.tuning.method == method
+    assert loaded.tuning.fixed == ("precision",)
+    assert f"tuned by {method} at the map" in repr(loaded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_networks_of_less_precision_come_back_to_the_last_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    x, y = (t.to(dtype) for t in regression())
+    for structure in ("full", "diag"):
+        la = lw.laplace(model, (x, y), "gaussian", structure=structure)
+        la.save(tmp_path / structure)
+        assert_same(lw.load(tmp_path / structure, twin_of(model)), la, x)
+
+
+def test_a_loaded_object_goes_on_as_the_saved_one(tmp_path: Path) -> None:
+    model, more = network(), regression(5)
+    for form in ("primal", "dual"):
+        la = lw.laplace(model, regression(), NOISES, structure=lw.curvature.Full(form))
+        la.save(tmp_path / form)
+        loaded = lw.load(tmp_path / form, twin_of(model))
+        assert torch.equal(loaded.updated(more).log_evidence(), la.updated(more).log_evidence())
+        assert torch.equal(loaded.tuned().prior.precision, la.tuned().prior.precision)
+        loaded.save(tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == (tmp_path / form).read_bytes()
+
+
+def test_the_model_that_is_loaded_for_is_left_as_it_was(tmp_path: Path) -> None:
+    model = network()
+    lw.laplace(model, regression(), "gaussian").save(tmp_path / "file")
+    twin = twin_of(model)
+    twin[3].eval()
+    lw.load(tmp_path / "file", twin).predict(draw(2, 3))
+    assert [m.training for m in twin.modules()] == [True, True, True, True, False]
+    grads = [p.grad for p in twin.parameters()]
+    assert torch.equal(grads[0], torch.ones(4, 3))
+    assert all(g is None for g in grads[1:])
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, twin.state_dict()[key])
+
+
+# -- the file ----------------------------------------------------------------------------------------------------
+
+
+def test_only_the_file_of_a_dual_state_holds_data_and_its_header_says_so(tmp_path: Path) -> None:
+    model, data = network(), regression(7)
+    for form in ("primal", "dual"):
+        la = lw.laplace(model, data, "gaussian", structure=lw.curvature.Full(form))
+        la.save(tmp_path / form)
+        tensors = load_file(tmp_path / form)
+        assert header_of(tmp_path / form)["holds_data"] is (form == "dual")
+        assert la.state.holds_data is (form == "dual")
+        found = any(t.shape == data[0].shape and torch.equal(t, data[0]) for t in tensors.values())
+        assert found is (form == "dual")
+        assert not any(torch.equal(t, data[1]) for t in tensors.values() if t.shape == data[1].shape)
+
+
+def test_the_header_says_what_the_file_is(tmp_path: Path) -> None:
+    la = lw.laplace(network(), regression(7), "gaussian", prior="layerwise", structure="diag")
+    la.save(tmp_path / "file")
+    header = header_of(tmp_path / "file")
+    assert isinstance(header["schema"], int)
+    assert header["likelihood"] == "gaussian"
+    assert header["n"] == 7
+    assert header["parameters"]["0.weight"] == [4, 3]
+    assert header["prior"]["per"] == "layer"
+    assert {"0.weight", "3.bias", "1.running_mean"} <= set(header["fingerprints"])
+
+
+def test_no_pickle_is_used_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    la = lw.laplace(model, regression(), "gaussian").tuned(fixed=("noise",))
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("pickle was used")
+
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, never)
+    monkeypatch.setattr(torch, "save", never)
+    monkeypatch.setattr(torch, "load", never)
+    la.save(tmp_path / "file")
+    lw.load(tmp_path / "file", model)
+    data = (tmp_path / "file").read_bytes()
+    header = int.from_bytes(data[:8], "little")  # safetensors: a length, that much JSON, raw numbers, nothing else
+    described = json.loads(data[8 : 8 + header])
+    ends = [v["data_offsets"][1] for k, v in described.items() if k != "__metadata__"]
+    assert len(data) == 8 + header + max(ends)
+
+
+# -- whole or not at all -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("failing", ["write", "rename", "interrupt"])
+def test_a_failure_halfway_leaves_the_old_file_and_no_other(
+    old: bool, failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    la = lw.laplace(model, regression(), "gaussian")
+    path = tmp_path / "file"
+    if old:
+        la.save(path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def half(tensors: object, filename: str, metadata: object = None) -> None:
+        Path(filename).write_bytes(b"half of a file")
+        raise KeyboardInterrupt if failing == "interrupt" else OSError(28, "No space left on device")
+
+    def refuse(*args: object) -> None:
+        raise PermissionError("rename")
+
+    if failing == "rename":
+        monkeypatch.setattr(os, "replace", refuse)
+    else:
+        monkeypatch.setattr(io, "save_file", half)
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        la.replace(prior=9.0).save(path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("failing", ["likelihood", "input", "folder", "missing folder"])
+def test_what_cannot_be_saved_is_an_error_before_anything_is_written(failing: str, tmp_path: Path) -> None:
+    model, path = network(), tmp_path / "file"
+    likelihood: object = "gaussian"
+    data: object = regression()
+    forward = None
+    if failing == "likelihood":
+
+        @dataclass(frozen=True)
+        class Mine(lw.likelihoods.Gaussian):
+            pass
+
+        likelihood = Mine()
+    elif failing == "input":
+        data = [({"x": regression()[0], "set": frozenset((1, 2))}, regression()[1])]
+        forward = lambda model, batch: model(batch["x"])  # noqa: E731
+    elif failing == "folder":
+        path.mkdir()
+    else:
+        path = tmp_path / "nowhere" / "file"
+    la = lw.laplace(model, data, likelihood, structure=lw.curvature.Full("dual"), forward=forward)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(lw.errors.InvalidValue):
+        la.save(path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_saved_file_has_the_users_file_mode(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    lw.laplace(network(), regression(), "gaussian").save(tmp_path / "file")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+# -- against another network -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["0.weight", "3.bias", "1.weight", "1.running_mean", "1.num_batches_tracked"])
+@pytest.mark.parametrize("subset", ["all", ["0.*"]])
+def test_other_weights_or_buffers_are_an_error_that_names_them(name: str, subset: object, tmp_path: Path) -> None:
+    model = network()
+    lw.laplace(model, regression(), "gaussian", subset=subset).save(tmp_path / "file")
+    other = twin_of(model)
+    tensor = other.state_dict()[name]
+    with torch.no_grad():
+        tensor.reshape(-1)[-1].add_(1 if not tensor.is_floating_point() else 1e-12)  # the smallest change counts
+    with pytest.raises(lw.errors.InvalidValue, match=name.replace(".", r"\.")):
+        lw.load(tmp_path / "file", other)
+
+
+def test_another_architecture_is_an_error_that_names_the_parameter(tmp_path: Path) -> None:
+    model = network()
+    lw.laplace(model, regression(), "gaussian").save(tmp_path / "file")
+
+    def changed(index: int, layer: nn.Module) -> nn.Module:
+        other = twin_of(model)
+        other[index] = layer
+        return other.double()
+
+    for other, named in [
+        (changed(0, nn.Linear(5, 4)), r"0\.weight.*\(4, 5\).*\(4, 3\)"),
+        (changed(3, nn.Linear(4, 2, bias=False)), r"no parameter 3\.bias"),
+        (changed(2, nn.PReLU()), r"2\.weight"),
+        (changed(1, nn.BatchNorm1d(4, affine=False)), r"1\.weight"),
+        (nn.Linear(3, 2).double(), r"no parameter 0\.weight"),
+        (twin_of(model).float(), r"running_mean differs"),
+    ]:
+        with pytest.raises(lw.errors.InvalidValue, match=named):
+            lw.load(tmp_path / "file", other)
+
+
+# -- files that are not ours -------------------------------------------------------------------------------------
+
+
+def test_a_truncated_file_is_an_error_at_every_length(tmp_path: Path) -> None:
+    model, path = network(), tmp_path / "file"
+    lw.laplace(model, regression(), "gaussian").save(path)
+    whole = path.read_bytes()
+    for length in (0, 3, 8, 50, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(lw.errors.InvalidValue, match="not a whole safetensors file"):
+            lw.load(path, model)
+
+
+def test_foreign_files_are_an_error_that_says_so(tmp_path: Path) -> None:
+    model = network()
+    (tmp_path / "text").write_text("lapwing" * 100)
+    torch.save(model.state_dict(), tmp_path / "pickle")
+    save_file(model.state_dict(), tmp_path / "foreign")
+    save_file({"x": torch.zeros(2)}, tmp_path / "garbled", metadata={"lapwing": "{not json"})
+    save_file({"x": torch.zeros(2)}, tmp_path / "bare", metadata={"lapwing": "{}"})
+    for name, says in {
+        "text": "not a whole safetensors file",
+        "pickle": "not a whole safetensors file",
+        "foreign": "not one that Lapwing saved",
+        "garbled": "header",
+        "bare": "header",
+        "absent": "no file",
+        ".": "no file",
+    }.items():
+        with pytest.raises(lw.errors.InvalidValue, match=says):
+            lw.load(tmp_path / name, model)
+
+
+@pytest.mark.parametrize("schema", [0, 99, "1"])
+def test_another_schema_is_an_error_that_names_both(schema: object, tmp_path: Path) -> None:
+    model, path = network(), tmp_path / "file"
+    lw.laplace(model, regression(), "gaussian").save(path)
+    header = header_of(path)
+    mine = header["schema"]
+    save_file(load_file(path), path, metadata={"lapwing": json.dumps({**header, "schema": schema})})
+    with pytest.raises(lw.errors.InvalidValue, match=rf"schema {schema}.*schema {mine}"):
+        lw.load(path, model)
+
+
+# -- hooks and input trees ---------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 2), nn.Linear(2, 2, bias=False)
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        return {"out": self.a(left) + self.b(right)}
+
+
+def test_a_forward_hook_must_be_passed_again(tmp_path: Path) -> None:
+    model = Named().double()
+    inputs = {"left": draw(5, 3), "right": draw(5, 2)}
+    forward = lambda model, x: model(**x)["out"]  # noqa: E731
+    for form in ("primal", "dual"):
+        la = lw.laplace(model, (inputs, draw(5, 2)), "gaussian", forward=forward, structure=lw.curvature.Full(form))
+        la.save(tmp_path / form)
+        with pytest.raises(lw.errors.InvalidValue, match="forward"):
+            lw.load(tmp_path / form, model)
+        assert_same(lw.load(tmp_path / form, twin_of(model), forward=forward), la, inputs)
+
+
+def test_trees_of_inputs_come_back_in_their_shape(tmp_path: Path) -> None:
+    class Plain(Named):
+        def forward(self, left: Tensor, right: list[Tensor], scale: float = 1.0) -> Tensor:
+            return self.a(left) + scale * self.b(right[0])
+
+    model = Plain().double()
+    inputs = {"left": draw(5, 3), "right": [draw(5, 2)], "scale": 0.5}
+    la = lw.laplace(model, (inputs, draw(5, 2)), "gaussian", structure=lw.curvature.Full("dual"))
+    la.save(tmp_path / "file")
+    loaded = lw.load(tmp_path / "file", twin_of(model))
+    assert_same(loaded, la, inputs)
+    kept = loaded.state.batches[0][0]
+    assert kept["scale"] == 0.5
+    assert isinstance(kept["right"], list)
+    assert torch.equal(kept["right"][0], inputs["right"][0])
