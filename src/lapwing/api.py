@@ -29,6 +29,7 @@ from lapwing.tree import Layout
 from lapwing.tune import Tuning
 
 SMALL = 4_000  # structure="auto": full while min(P, N·C) stays within this
+FEW = 8  # examples to trace the network with
 FEW_OUTPUTS = 16  # factor="auto": exact up to this many outputs
 STRUCTURES = {
     "full": curvature.Full,
@@ -299,6 +300,8 @@ def laplace(
         else torch.device("cpu")
     )
     example = next(iter(passes(batches, device)))[0]
+    if forward is None and isinstance(example, Tensor):
+        example = example[:FEW]  # enough to trace
     tangent = linearize(model, subset, forward=forward, example=example)
     bound = as_prior(prior, tangent.layout, tangent.device)
     seen = probe(tangent, batches)

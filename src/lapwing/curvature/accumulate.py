@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
+from lapwing import tree
 from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
+
+FEW = 8  # examples that a probe keeps
 
 
 class Accumulator(Protocol):
@@ -59,12 +62,14 @@ class Probe:
     positions: int
     outputs: int
     parameters: int
-    inputs: Any  # of the first batch
+    inputs: Any  # a few examples of the first batch
 
 
 def probe(tangent: TangentModel, batches: Iterable[Any]) -> Probe:
     """Look at the first batch, and count the examples (by a pass, where the data cannot tell)."""
     first = next(iter(loading.passes(batches, tangent.device)))[0]
+    if tangent.separable(first):
+        first = tree.rows_of(first, slice(0, FEW))
     f = tangent(first)
     n = loading.examples(batches)
     if n is None:

@@ -22,7 +22,6 @@ from lapwing.curvature.rules import rule_for
 from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
-from lapwing.tangent.pieces import separable
 
 PROBE = 4  # examples
 
@@ -56,9 +55,9 @@ def cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
 
 def _few(tangent: TangentModel, x: Any) -> Any:
     """A few examples: at least two, so that examples can be told apart."""
-    n = len(tangent(x))
-    if not separable(x, n):
+    if not tangent.separable(x):
         return x
+    n = tree.batch_size(x)
     return tree.map_tensors(lambda t: torch.cat([t, t]), x) if n == 1 else tree.rows_of(x, slice(0, PROBE))
 
 

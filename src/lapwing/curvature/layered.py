@@ -28,7 +28,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.operators import Blocks, Dense
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import Kronecker as KroneckerOperator
-from lapwing.tangent import TangentModel, pieces_of
+from lapwing.tangent import TangentModel
 
 BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 SMALL = 1024  # parameters of a generic or element-wise part that still gets a dense block
@@ -167,7 +167,7 @@ class LayeredSum:
         names = tuple(part.name for part in self.generic)
         sizes = [part.size for part in self.generic]
         each = u.shape[1] * sum(sizes) * u.element_size()
-        for piece, cotangent in pieces_of(x, u, each, self.budget // 4):
+        for piece, cotangent in self.tangent.pieces(x, u, each, self.budget // 4):
             rows = self.tangent.pulled(piece, cotangent, names).transpose(0, 1)  # (K, n, p)
             for name, own in zip(names, rows.split(sizes, -1), strict=True):
                 self.sums[name].add_rows(own)

@@ -19,7 +19,6 @@ from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.cover import cover
 from lapwing.curvature.parts import Part
 from lapwing.tangent import TangentModel
-from lapwing.tangent.pieces import pieces_of
 
 
 class RowMaker:
@@ -42,7 +41,7 @@ class RowMaker:
         gradients, views = record.pull(u), record.views()
         each = u.shape[1] * self.width * u.element_size()
         start = 0
-        for piece, cotangent in pieces_of(x, u, each, budget):
+        for piece, cotangent in self.tangent.pieces(x, u, each, budget):
             index = slice(start, start + len(cotangent))
             start = index.stop
             found: dict[str, Tensor] = {}

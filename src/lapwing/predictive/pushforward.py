@@ -27,7 +27,6 @@ from lapwing.predictive.prediction import Prediction
 from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
-from lapwing.tangent.pieces import separable
 
 FIRST, LARGEST = 32, 128  # examples in the first piece, and in the largest
 
@@ -80,13 +79,12 @@ def runs(
 ) -> Iterator[tuple[Any, Record]]:
     """Runs of the network over pieces of the inputs whose gradients, for all outputs, fit the budget."""
     capture = Capture(tangent, parts)
-    n = tree.batch_size(x) if separable(x) else 0
-    if n == 0 and separable(x):
+    if any(t.ndim and not len(t) for t in tree.tensors(x)):
         raise InvalidValue("the inputs hold no example to predict at; give at least one")
-    start, size = 0, FIRST
-    if whole or not n:
+    if whole or not tangent.separable(x):
         yield x, capture.run(x)
         return
+    n, start, size = tree.batch_size(x), 0, FIRST
     while start < n:
         piece = tree.rows_of(x, slice(start, start + size))
         record = capture.run(piece)

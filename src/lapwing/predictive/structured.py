@@ -19,7 +19,6 @@ from lapwing.curvature.capture import Record
 from lapwing.curvature.parts import Part
 from lapwing.operators import Blocks, Diagonal, Kronecker, linalg
 from lapwing.tangent import TangentModel
-from lapwing.tangent.pieces import pieces_of
 
 
 def marginals(
@@ -67,7 +66,7 @@ def _generic(
 ) -> Tensor:
     own = [(part, op) for part, op in zip(parts, precision.parts, strict=True) if part.name in names]
     sizes, out = [part.size for part, _ in own], []
-    for piece, cotangent in pieces_of(x, u, 16 * u.shape[1] * sum(sizes), budget):
+    for piece, cotangent in tangent.pieces(x, u, 16 * u.shape[1] * sum(sizes), budget):
         rows = tangent.pulled(piece, cotangent, names).to(torch.float64).split(sizes, -1)
         out.append(torch.stack([linalg.covariance(op, r) for (_, op), r in zip(own, rows, strict=True)]).sum(0))
     return torch.cat(out)

@@ -25,7 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lapwing import tree
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.tangent.kernels import forward_mode_missing, plain_kernels
-from lapwing.tangent.pieces import separable
 from lapwing.tangent.subset import Forward, Swapped, select
 from lapwing.tree import Layout
 
@@ -145,6 +144,43 @@ class TangentModel:
         with torch.no_grad(), evaluating(self.model), plain_kernels():
             return self.apply(self.params, x)
 
+    # -- cutting batches into examples ----------------------------------------------------------------------------
+
+    def separable(self, x: Any) -> bool:
+        """Whether a batch may be cut into examples: whether each output depends on its own example alone.
+
+        Told on the first batch of several examples, by running a part of it; a graph, or a network that mixes its
+        batch, is then always run whole.
+        """
+        try:
+            n = tree.batch_size(x)
+        except InvalidValue:
+            return False
+        if "separable" not in self.route and n > 1:
+            self.route["separable"] = self._cuts(x, n, min(n - 1, 4))
+        return self.route.get("separable", True)
+
+    def _cuts(self, x: Any, n: int, k: int) -> bool:
+        whole = self(x)
+        try:
+            part = self(tree.rows_of(x, slice(0, k)))
+        except (RuntimeError, IndexError, ValueError):  # the parts do not fit together
+            return False
+        if len(whole) != n or part.shape != whole[:k].shape:
+            return False
+        gap = (part - whole[:k]).abs().max()
+        return bool(gap <= 1e4 * torch.finfo(whole.dtype).eps * whole.abs().max().clamp(min=1e-30))
+
+    def pieces(self, x: Any, u: Tensor, bytes_each: int, budget: int) -> Iterator[tuple[Any, Tensor]]:
+        """Cut a batch and its cotangents u (n, ...) into pieces of examples of bytes_each within the budget."""
+        n, size = len(u), max(1, budget // max(1, bytes_each))
+        if size >= n or not self.separable(x):
+            yield x, u
+            return
+        for start in range(0, n, size):
+            index = slice(start, start + size)
+            yield tree.rows_of(x, index), u[index]
+
     # -- products with the Jacobian -------------------------------------------------------------------------------
 
     def vjp(self, x: Any, u: Tensor) -> dict[str, Tensor]:
@@ -199,7 +235,7 @@ class TangentModel:
         names = names or self.layout.names
         moving = {n: self.params[n] for n in names}
         with evaluating(self.model), plain_kernels():
-            if self.route.get("rows", "vmap") == "vmap":
+            if self.route.get("rows", "vmap") == "vmap" and self.separable(x):
                 try:
                     grads = vmap(self._pull_one, in_dims=(None, tree.batch_dims(x), 0))(moving, x, u)
                 except (RuntimeError, ValueError) as error:
@@ -221,7 +257,7 @@ class TangentModel:
         leaves = {name: t.detach().requires_grad_() for name, t in moving.items()}
         out = []
         with torch.enable_grad():
-            whole = None if separable(x, n) else self.apply({**self.params, **leaves}, x)
+            whole = None if self.separable(x) else self.apply({**self.params, **leaves}, x)
             for i in range(n):
                 f = (
                     whole[i]
