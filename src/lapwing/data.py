@@ -135,7 +135,7 @@ def passes(
 ) -> Iterator[tuple[Any, Any]]:
     """One pass over the data, on the model's device, with the user's random state left as it was."""
     seen, rng = False, _PassRng(batches)
-    total = len(batches) if isinstance(batches, Sized) else None
+    total = _length(batches)
     with rng.swapped():
         iterator = iter(tqdm(batches, total=total, desc=label, disable=not progress, leave=False))
     while True:
@@ -149,6 +149,13 @@ def passes(
             yield tuple(tree.map_tensors(lambda t: t.to(device), part) for part in (inputs, targets))
     if not seen:
         raise InvalidValue("the data hold no batch; give at least one example")
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:  # a DataLoader over a stream has __len__, and raises
+        return None
 
 
 _END = object()
