@@ -323,8 +323,9 @@ def laplace(
 def from_state(state: State, model: nn.Module, prior: Any, likelihood: Any) -> Laplace:
     """A Laplace object from a state (merged from shards, say) and the network that it was accumulated at."""
     tangent = state.tangent
-    fresh = linearize(model, _subset_of(tangent.layout, model), forward=tangent.forward)
-    io.check_weights(fresh, state.fingerprints, {n: list(s) for n, s in tangent.layout.shapes.items()}, "the state")
+    shapes = {n: list(s) for n, s in tangent.layout.shapes.items()}
+    fresh = linearize(model, _selected(model, shapes, tangent.layout.masks, "the state"), forward=tangent.forward)
+    io.check_weights(fresh, state.fingerprints, shapes, "the state")
     device = fresh.device
     return _assemble(
         replace(state, tangent=fresh),
@@ -343,16 +344,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None)
     if header["forward_hook"] and forward is None:
         raise InvalidValue(f"{path} was fitted with a forward= hook, which is not saved; pass it to load again")
     shapes = header["parameters"]
-    named = dict(model.named_parameters())
-    for name, shape in shapes.items():
-        if name not in named:
-            raise InvalidValue(f"{path} was saved from another architecture: the model has no parameter {name}")
-        if list(named[name].shape) != shape:
-            raise InvalidValue(
-                f"{path}: parameter {name} has shape {tuple(named[name].shape)} here and {tuple(shape)} in the file"
-            )
-    masks = {name: tensors.get(f"mask.{name}", torch.ones(shape, dtype=torch.bool)) for name, shape in shapes.items()}
-    tangent = linearize(model, masks, forward=forward)
+    masks = {name: tensors[f"mask.{name}"] for name in shapes if f"mask.{name}" in tensors}
+    tangent = linearize(model, _selected(model, shapes, masks, path), forward=forward)
     io.check_weights(tangent, header["fingerprints"], shapes, path)
     state = io.unpack_state(tensors, header, tangent)
     prior, likelihood = io.unpack_objects(tensors, header, tangent.layout)
@@ -382,11 +375,18 @@ def _served(state: State, likelihood: likelihoods.Likelihood) -> likelihoods.Lik
     return likelihood
 
 
-def _subset_of(layout: Layout, model: nn.Module) -> dict[str, Tensor]:
-    """A layout as {name: mask}, for the parameters that the model has."""
-    named = dict(model.named_parameters())
-    return {
-        name: layout.masks.get(name, torch.ones(shape, dtype=torch.bool))
-        for name, shape in layout.shapes.items()
-        if name in named and named[name].shape == shape
-    }
+def _selected(
+    model: nn.Module, shapes: dict[str, list[int]], masks: dict[str, Tensor], where: Any
+) -> dict[str, Tensor]:
+    """What was selected as {name: mask}, once the model is seen to have each parameter in its shape."""
+    if not isinstance(model, nn.Module):
+        raise InvalidValue(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    named = dict(getattr(model, "_orig_mod", model).named_parameters())  # what torch.compile wraps
+    for name, shape in shapes.items():
+        if name not in named:
+            raise InvalidValue(f"{where} was saved from another architecture: the model has no parameter {name}")
+        if list(named[name].shape) != shape:
+            raise InvalidValue(
+                f"{where}: parameter {name} has shape {tuple(named[name].shape)} here and {tuple(shape)} when saved"
+            )
+    return {name: masks.get(name, torch.ones(shape, dtype=torch.bool)) for name, shape in shapes.items()}
