@@ -425,3 +425,13 @@ def test_trees_of_inputs_come_back_in_their_shape(tmp_path: Path) -> None:
     assert kept["scale"] == 0.5
     assert isinstance(kept["right"], list)
     assert torch.equal(kept["right"][0], inputs["right"][0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_a_compiled_model_is_the_model_that_it_wraps(tmp_path: Path) -> None:
+    model, data = network(), regression()
+    la = lw.laplace(model, data, "gaussian")
+    la.save(tmp_path / "file")
+    wrapped = torch.compile(model)  # nothing is compiled before a call
+    assert_same(lw.load(tmp_path / "file", wrapped), la, data[0])
+    assert torch.equal(lw.from_state(la.state, wrapped, 1.0, "gaussian").log_evidence(), la.log_evidence())
