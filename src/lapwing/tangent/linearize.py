@@ -12,6 +12,7 @@ and no pass changes the user's module. Index letters: n data, c outputs, p param
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,7 +54,8 @@ def linearize(
         layout = select(model, subset, example, forward)
     tensors = {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
     params = {n: tensors[n][layout.masks[n]] if n in layout.masks else tensors.pop(n) for n in layout.names}
-    return TangentModel(model, params, tensors, layout, forward)
+    buffers = tuple(n for n, _ in model.named_buffers())
+    return TangentModel(model, params, tensors, layout, forward, buffers)
 
 
 def _check(model: nn.Module) -> None:
@@ -65,6 +67,11 @@ def _check(model: nn.Module) -> None:
         if p.is_floating_point() and not torch.isfinite(p).all():
             raise InvalidValue(f"parameter {name} holds NaN or infinite values; train the network again")
     for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise InvalidValue(
+                f"{name} renormalizes its weight in every pass (max_norm={module.max_norm}), so the network is no "
+                "fixed function of it; normalize it once and set max_norm=None"
+            )
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise InvalidValue(
                 f"{name} normalizes by the statistics of each batch (track_running_stats=False), so its outputs "
@@ -74,15 +81,22 @@ def _check(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and each module's own mode given back."""
+    """The model in eval mode and without backward hooks (torch.func cannot pass through them, and they are there to
+    watch training); each module's own mode and hooks given back."""
     training = [m for m in model.modules() if m.training]
+    hooked = [(m, m._backward_hooks, m._backward_pre_hooks) for m in model.modules()]
+    hooked = [(m, hooks, pre) for m, hooks, pre in hooked if hooks or pre]
     for module in training:
         module.training = False
+    for module, _, _ in hooked:
+        module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
     try:
         yield
     finally:
         for module in training:
             module.training = True
+        for module, hooks, pre in hooked:
+            module._backward_hooks, module._backward_pre_hooks = hooks, pre
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +106,7 @@ class TangentModel:
     constants: dict[str, Tensor]  # every other parameter and buffer
     layout: Layout
     forward: Forward
+    buffers: tuple[str, ...] = ()
     route: dict[str, Any] = field(default_factory=dict)  # which kernels were found to work
 
     @property
@@ -126,7 +141,8 @@ class TangentModel:
 
     def apply(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
         """f(x, θ): the network itself, not linearized, at any weights."""
-        tensors = {f"model.{n}": t for n, t in {**self.constants, **self.embed(params)}.items()}
+        buffers = {n: self.constants[n].clone() for n in self.buffers}  # a pass may move its buffers
+        tensors = {f"model.{n}": t for n, t in {**self.constants, **buffers, **self.embed(params)}.items()}
         out = functional_call(Swapped(self.model, self.forward), tensors, (x,))
         if not isinstance(out, Tensor):
             raise InvalidValue(
@@ -195,9 +211,8 @@ class TangentModel:
             "unfused": lambda x, v: self._forward_jvp(x, v, onednn=False),
             "double": self._double_vjp,
         }
-        if "jvp" in self.route:
-            return routes[self.route["jvp"]](x, v)
-        for name, route in routes.items():
+        known = list(routes).index(self.route.get("jvp", "forward"))
+        for name, route in list(routes.items())[known:]:  # from the one that worked last
             try:
                 out = route(x, v)
             except (RuntimeError, NotImplementedError) as error:
@@ -235,11 +250,16 @@ class TangentModel:
         names = names or self.layout.names
         moving = {n: self.params[n] for n in names}
         with evaluating(self.model), plain_kernels():
-            if self.route.get("rows", "vmap") == "vmap" and self.separable(x):
+            if "rows" not in self.route and not self.separable(x):
+                _say_slow("cannot be cut into examples", "inputs of unequal length, or outputs that mix the batch")
+                self.route["rows"] = "loop"
+            if self.route.get("rows", "vmap") == "vmap":
                 try:
-                    grads = vmap(self._pull_one, in_dims=(None, tree.batch_dims(x), 0))(moving, x, u)
+                    with warnings.catch_warnings():  # a slow batching rule is still a right one
+                        warnings.filterwarnings("ignore", message="There is a performance drop")
+                        grads = vmap(self._pull_one, in_dims=(None, tree.batch_dims(x), 0))(moving, x, u)
                 except (RuntimeError, ValueError) as error:
-                    _say_slow(error)
+                    _say_slow("cannot be batched over examples by torch.func.vmap", str(error).splitlines()[0][:200])
                     self.route["rows"] = "loop"
                 else:
                     return torch.cat([grads[n].flatten(2) for n in names], dim=-1)
@@ -281,10 +301,9 @@ class TangentModel:
         return torch.stack(out)
 
 
-def _say_slow(error: Exception) -> None:
+def _say_slow(what: str, cause: str) -> None:
     warnings.warn(
-        "this network cannot be batched over examples by torch.func.vmap, so Jacobian rows are made one example at "
-        f"a time, which is slow; the cause: {str(error).splitlines()[0][:200]}",
+        f"this network {what}, so Jacobian rows are made one example at a time, which is slow; the cause: {cause}",
         LapwingWarning,
         stacklevel=4,
     )
