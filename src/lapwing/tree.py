@@ -52,14 +52,19 @@ class Layout:
     def flatten(self, tree: Mapping[str, Tensor], batch_dims: int = 0) -> Tensor:
         if set(tree) != set(self.shapes):
             raise InvalidValue(f"expected tensors for {list(self.shapes)}, got {list(tree)}")
-        return torch.cat([tree[name].flatten(batch_dims) for name in self.shapes], dim=-1)
+        for name in self.shapes:
+            if tree[name].shape[batch_dims:] != self.shape(name):
+                found, expected = tuple(tree[name].shape[batch_dims:]), tuple(self.shape(name))
+                raise InvalidValue(f"the tensor for {name} must have shape {expected}, got {found}")
+        parts = [tree[name] for name in self.shapes]
+        return torch.cat([t.reshape((*t.shape[:batch_dims], -1)) for t in parts], dim=-1)
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Split (..., p) into {name: (..., *shape)}."""
         if vector.shape[-1] != self.size:
             raise InvalidValue(f"expected a last dimension of {self.size} parameters, got {vector.shape[-1]}")
         return {
-            name: vector[..., s].reshape(*vector.shape[:-1], *self.shape(name)) for name, s in self.slices().items()
+            name: vector[..., s].reshape((*vector.shape[:-1], *self.shape(name))) for name, s in self.slices().items()
         }
 
     def gather(self, full: Mapping[str, Tensor]) -> Tensor:

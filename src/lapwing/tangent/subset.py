@@ -1,7 +1,7 @@
 """Which parameters are Bayesian: all, the last layer, names or patterns, or single elements.
 
 "all"            every parameter with requires_grad
-"last_layer"     found by tracing a batch: the last module with parameters, if everything passes through it
+"last_layer"     found by tracing a batch: the last layer called, if everything passes through it
 ["fc.*", ...]    globs over named_parameters() names
 {name: mask}     boolean masks in the parameters' shapes
 """
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -84,8 +85,9 @@ def _masks(masks: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> dict[str
 def last_layer(model: nn.Module, example: Any, forward: Forward) -> list[str]:
     """Names of the parameters of the last layer, found by cutting the network behind it.
 
-    The candidate is the module with parameters of its own that was called last. It is the last layer if its
-    output is a tensor and, with that output cut off, the network's output depends on no parameter any more.
+    The candidate is the module called last among those that have parameters of their own and call no other such
+    module (a container with a bare parameter is not a layer). It is the last layer if its output is a tensor and,
+    with that output cut off, the network's output depends on no parameter any more.
     """
     if example is None:
         raise InvalidValue("subset='last_layer' is found by tracing: pass example=, a batch of inputs")
@@ -104,6 +106,8 @@ def last_layer(model: nn.Module, example: Any, forward: Forward) -> list[str]:
         return out.detach()
 
     output, params = _traced(model, example, forward, cut)
+    if not isinstance(output, Tensor):
+        raise InvalidValue(f"the model returns {type(output).__name__}, not a tensor; pick the output with forward=")
     if output.requires_grad:
         grads = torch.autograd.grad(output.sum(), list(params.values()), allow_unused=True)
         around = [name for name, g in zip(params, grads, strict=True) if g is not None]
@@ -111,23 +115,42 @@ def last_layer(model: nn.Module, example: Any, forward: Forward) -> list[str]:
             f"there is no last layer: the output reaches {around[:4]} around the last module called, {last}; "
             "select parameters by glob, or all"
         )
-    return [f"{last}.{n}" if last else n for n, _ in model.get_submodule(last).named_parameters(recurse=False)]
+    own = [f"{last}.{n}" if last else n for n, _ in model.get_submodule(last).named_parameters()]
+    tied = [name for name in own if name not in params]  # named_parameters() gives a tied tensor its first name only
+    if tied:
+        tensor = model.get_parameter(tied[0])
+        first = next(name for name, p in model.named_parameters() if p is tensor)
+        raise InvalidValue(
+            f"there is no last layer: {tied[0]} is {first} too, so it acts in front of the last module; "
+            "select parameters by glob, or all"
+        )
+    return own
 
 
 def _traced(
     model: nn.Module, example: Any, forward: Forward, seen: Callable[[str, Any], Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run the model on fresh leaves that all require grad, calling seen(name, output) after each module."""
+) -> tuple[Any, dict[str, Tensor]]:
+    """Run the model on fresh leaves that all require grad, calling seen(name, output) after each module that has
+    parameters of its own and called no other such module inside."""
     params = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in model.named_parameters()}
-    handles = [
-        module.register_forward_hook(lambda _m, _i, out, name=name: seen(name, out))
-        for name, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-    ]
+    buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+    ended, begun = [0], []  # how many calls ended so far; and how many had when each open call began
+
+    def before(module: nn.Module, args: Any) -> None:
+        begun.append(ended[0])
+
+    def after(module: nn.Module, args: Any, out: Any, name: str = "") -> Any:
+        leaf = begun.pop() == ended[0]
+        ended[0] += 1
+        return seen(name, out) if leaf else None
+
+    own = [(n, m) for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    handles = [m.register_forward_pre_hook(before) for _, m in own]
+    handles += [m.register_forward_hook(functools.partial(after, name=n)) for n, m in own]
     try:
         with torch.enable_grad():
-            swapped = Swapped(model, forward)
-            return torch.func.functional_call(swapped, {f"model.{n}": p for n, p in params.items()}, (example,)), params
+            tensors = {f"model.{n}": t for n, t in {**params, **buffers}.items()}
+            return torch.func.functional_call(Swapped(model, forward), tensors, (example,)), params
     finally:
         for handle in handles:
             handle.remove()
