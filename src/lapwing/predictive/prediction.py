@@ -25,14 +25,17 @@ CHUNK = 2**24  # numbers in a chunk of draws
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """`f_mean` (n, ..., c); `covariance` (n, ..., c, c), or (n, c, n, c) if joint; all of the outputs f."""
+    """`f_mean` (n, ..., c); `covariance` (n, ..., c, c), or (n, c, n, c) if joint; all of the outputs f.
+
+    Where outputs are too many for a covariance, or draws are not Gaussian (via="network"), `outputs` holds draws.
+    """
 
     likelihood: Likelihood
     f_mean: Tensor
-    covariance: Tensor
+    cov: Tensor | None
     link: str = "auto"
     joint: bool = False
-    outputs: Tensor | None = None  # (s, n, ..., c): draws of f that are not Gaussian (via="network")
+    outputs: Tensor | None = None  # (s, n, ..., c): draws of f
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
@@ -49,7 +52,17 @@ class Prediction:
         return self.covariance.permute(0, 2, 1, 3)[torch.arange(n), torch.arange(n)].reshape(n, c, c)
 
     @property
+    def covariance(self) -> Tensor:
+        if self.cov is None:
+            raise Unsupported(
+                f"{self.f_mean.shape[-1]} outputs are too many for a covariance matrix; use f_var, or f_sample(n)"
+            )
+        return self.cov
+
+    @property
     def f_var(self) -> Tensor:
+        if self.cov is None and self.outputs is not None:
+            return (self.outputs - self.f_mean).square().mean(0)
         return self.marginal.diagonal(dim1=-2, dim2=-1)
 
     # -- the response y -------------------------------------------------------------------------------------------
@@ -185,8 +198,9 @@ class Prediction:
     def _moments(self) -> dict[str, Tensor]:
         """Mean, variance parts and expected entropy over draws of f, in chunks of inputs."""
         c = self.f_mean.shape[-1]
-        mean, cov = self.f_mean.reshape(-1, c), self.marginal.reshape(-1, c, c)
+        mean = self.f_mean.reshape(-1, c)
         outputs = None if self.outputs is None else self.outputs.reshape(len(self.outputs), -1, c)
+        cov = mean if outputs is not None else self.marginal.reshape(-1, c, c)
         parts: list[dict[str, Tensor]] = []
         size = max(1, CHUNK // (DRAWS * c))
         for start in range(0, len(mean), size):

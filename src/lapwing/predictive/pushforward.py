@@ -6,7 +6,7 @@ via="network"   weights are drawn and run through the network itself; known to u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from lapwing import tree
 from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.cover import cover
-from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.data import check_finite
 from lapwing.errors import InvalidValue
@@ -29,6 +28,7 @@ from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
 
 FIRST, LARGEST = 32, 128  # examples in the first piece, and in the largest
+MANY = 512  # outputs past which predictions are draws, not covariances
 
 
 def predict(
@@ -50,6 +50,8 @@ def predict(
             return _through_network(tangent, posterior, likelihood, x, link, joint, samples, generator)
         if via != "tangent":
             raise InvalidValue(f"via must be 'tangent' or 'network', got {via!r}")
+        if not joint and tangent.outputs(x) > MANY:
+            return _by_draws(tangent, posterior, likelihood, x, link, samples, generator)
         f, cov = latent(tangent, posterior, x, joint, memory_budget)
         return Prediction(likelihood, _float(f), cov.to(_float(f)), link, joint)
 
@@ -61,7 +63,9 @@ def latent(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budg
         return _dual(tangent, posterior, x, joint, budget)
     parts = posterior.parts or cover(tangent, x)
     fs, covs = [], []
-    for piece, record in runs(tangent, parts, x, whole=joint, budget=budget):
+    maker = RowMaker(tangent, parts)
+    run = Capture(tangent, parts).run if isinstance(precision, Blocks) else maker.run
+    for piece, record in runs(tangent, run, x, whole=joint, budget=budget):
         f = record.f.detach()
         if joint and f.ndim != 2:
             raise InvalidValue(f"joint=True needs outputs (n, c), got {tuple(f.shape)}")
@@ -70,44 +74,33 @@ def latent(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budg
             term = structured.joint if joint else structured.marginals
             covs.append(term(tangent, precision, parts, piece, record, budget))
         else:
-            covs.append(_dense(tangent, posterior, parts, piece, record, joint, budget))
+            covs.append(_dense(maker, posterior, piece, record, joint, budget))
     return torch.cat(fs), torch.cat(covs)
 
 
 def runs(
-    tangent: TangentModel, parts: tuple[Part, ...], x: Any, whole: bool, budget: int
+    tangent: TangentModel, run: Callable[[Any], Record], x: Any, whole: bool, budget: int
 ) -> Iterator[tuple[Any, Record]]:
     """Runs of the network over pieces of the inputs whose gradients, for all outputs, fit the budget."""
-    capture = Capture(tangent, parts)
     if any(t.ndim and not len(t) for t in tree.tensors(x)):
         raise InvalidValue("the inputs hold no example to predict at; give at least one")
     if whole or not tangent.separable(x):
-        yield x, capture.run(x)
+        yield x, run(x)
         return
     n, start, size = tree.batch_size(x), 0, FIRST
     while start < n:
         piece = tree.rows_of(x, slice(start, start + size))
-        record = capture.run(piece)
+        record = run(piece)
         yield piece, record
         start += size
         each = 2 * record.column_bytes // len(record.f) * record.f[0].numel() + record.f[0].numel() ** 2 * 16
         size = max(1, min(LARGEST, budget // 2 // max(1, each)))
 
 
-def _dense(
-    tangent: TangentModel,
-    posterior: Gaussian,
-    parts: tuple[Part, ...],
-    x: Any,
-    record: Record,
-    joint: bool,
-    budget: int,
-) -> Tensor:
+def _dense(maker: RowMaker, posterior: Gaussian, x: Any, record: Record, joint: bool, budget: int) -> Tensor:
     """One dense precision: rows of the Jacobian, in pieces."""
     f = record.f.detach()
-    u = _units(f)
-    maker = RowMaker(tangent, parts)
-    pieces = list(maker.rows(record, x, u, budget // 6))
+    pieces = list(maker.rows(record, x, _units(f), budget // 6))
     if joint:
         n, c = f.shape
         return posterior.covariance(torch.cat(pieces).reshape(1, n * c, -1)).reshape(n, c, n, c)
@@ -133,6 +126,26 @@ def _units(f: Tensor) -> Tensor:
     outputs = f[0].numel()
     eye = torch.eye(outputs, dtype=f.dtype, device=f.device).reshape(outputs, *f.shape[1:])
     return eye.expand(len(f), *eye.shape)
+
+
+def _by_draws(
+    tangent: TangentModel,
+    posterior: Gaussian,
+    likelihood: Likelihood,
+    x: Any,
+    link: str,
+    samples: int,
+    generator: torch.Generator | None,
+) -> Prediction:
+    """f + J z for draws z of the posterior about its mean: one jvp a draw, whatever the number of outputs."""
+    if link not in ("auto", "monte_carlo"):
+        raise InvalidValue(
+            f"more than {MANY} outputs are predicted by draws, so link={link!r} cannot apply; use 'auto'"
+        )
+    f = _float(tangent(x))
+    away = posterior.draw(samples, generator) - posterior.mean
+    draws = [_float(tangent.jvp(x, tangent.layout.unflatten(z.to(tangent.dtype)))) for z in away]
+    return Prediction(likelihood, f, None, "monte_carlo", False, f + torch.stack(draws))
 
 
 def _through_network(

@@ -173,7 +173,8 @@ class TangentModel:
         except InvalidValue:
             return False
         if "separable" not in self.route and n > 1:
-            self.route["separable"] = self._cuts(x, n, min(n - 1, 4))
+            n = min(n, 256)
+            self.route["separable"] = self._cuts(tree.rows_of(x, slice(0, n)), n, min(n - 1, 4))
         return self.route.get("separable", True)
 
     def _cuts(self, x: Any, n: int, k: int) -> bool:
@@ -186,6 +187,10 @@ class TangentModel:
             return False
         gap = (part - whole[:k]).abs().max()
         return bool(gap <= 1e4 * torch.finfo(whole.dtype).eps * whole.abs().max().clamp(min=1e-30))
+
+    def outputs(self, x: Any) -> int:
+        """c, the size of the last dimension of the outputs."""
+        return self(tree.rows_of(x, slice(0, 1)) if self.separable(x) else x).shape[-1]
 
     def pieces(self, x: Any, u: Tensor, bytes_each: int, budget: int) -> Iterator[tuple[Any, Tensor]]:
         """Cut a batch and its cotangents u (n, ...) into pieces of examples of bytes_each within the budget."""
@@ -262,7 +267,7 @@ class TangentModel:
                     _say_slow("cannot be batched over examples by torch.func.vmap", str(error).splitlines()[0][:200])
                     self.route["rows"] = "loop"
                 else:
-                    return torch.cat([grads[n].flatten(2) for n in names], dim=-1)
+                    return torch.cat([grads[n].reshape(*u.shape[:2], -1) for n in names], dim=-1)
             return self._pull_loop(moving, x, u)
 
     def _pull_one(self, moving: dict[str, Tensor], x: Any, u: Tensor) -> dict[str, Tensor]:
