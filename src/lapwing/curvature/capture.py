@@ -24,6 +24,16 @@ from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
 
 
+class Changed(InvalidValue):
+    """A batch uses a layer in another way than the probe did, by which its treatment was chosen."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}: control flow depends on the data, and the treatment of each layer was chosen on the first batch; "
+            "use structure='full', or leave the layer out of the subset"
+        )
+
+
 @dataclass(eq=False)
 class Record:
     """What one run left behind."""
@@ -42,7 +52,15 @@ class Record:
         return [part for part in self.parts if part.name in self.outputs]
 
     def views(self) -> dict[str, Any]:
-        return {part.name: part.view(self.model, self.inputs[part.name], len(self.f)) for part in self.called}
+        out = {}
+        for part in self.called:
+            x = self.inputs[part.name]
+            try:
+                out[part.name] = part.view(self.model, x, len(self.f))
+            except RuntimeError as error:
+                shape = tuple(x.shape)
+                raise Changed(f"layer {part.name} got inputs {shape} on a batch of {len(self.f)} examples") from error
+        return out
 
     @property
     def column_bytes(self) -> int:
@@ -92,7 +110,7 @@ class Capture:
         self.columns_at_once = not any(isinstance(m, _ConvNd) for m in tangent.model.modules())
 
     def run(self, x: Any) -> Record:
-        model, names = self.tangent.model, {n for part in self.parts for n in part.parameters}
+        model, names = self.tangent.model, {n for part in self.parts + self.unused for n in part.parameters}
         leaves = {n: p.detach().requires_grad_(n in names) for n, p in self.tangent.params.items()}
         record = Record(model, self.parts, torch.empty(0), {}, {}, self.columns_at_once, leaves)
         handles = list(self._hooks(record))
@@ -102,7 +120,19 @@ class Capture:
         finally:
             for handle in handles:
                 handle.remove()
+        self._check_unused(record)
         return record
+
+    def _check_unused(self, record: Record) -> None:
+        """Nothing is computed here as long as no output depends on those parameters."""
+        names = [n for part in self.unused for n in part.parameters]
+        if not names or not record.f.requires_grad:
+            return
+        leaves, zero = [record.leaves[n] for n in names], torch.zeros_like(record.f)
+        found = torch.autograd.grad(record.f, leaves, zero, retain_graph=True, allow_unused=True)
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is not None:
+                raise Changed(f"{name} was not used on the first batch and is now")
 
     def _hooks(self, record: Record) -> Iterator[Any]:
         modules = dict(record.model.named_modules())
@@ -110,25 +140,19 @@ class Capture:
 
             def keep(_m: Any, args: Any, kwargs: Any, out: Any, part: Part = part) -> Any:
                 if part.name in record.outputs:
-                    raise InvalidValue(
-                        f"layer {part.name} was called twice on a batch, but once on the first one; its treatment was "
-                        "chosen for one call: use structure='full', or leave it out of the subset"
-                    )
-                record.inputs[part.name] = args[0] if args else next(iter(kwargs.values()))
-                record.outputs[part.name] = out
+                    raise Changed(f"layer {part.name} was called once on the first batch and is now called again")
+                x = args[0] if args else next(iter(kwargs.values()), None)
+                if not (isinstance(x, Tensor) and isinstance(out, Tensor)):
+                    if self.clone_all:  # the proof: without a record, a generic block takes over
+                        return None
+                    kinds = f"{type(x).__name__} and gave {type(out).__name__}"
+                    raise Changed(f"layer {part.name} was called on {kinds}, not on a tensor and giving one, as before")
+                if x.numel() == 0:  # called on no example: no gradient
+                    return None
+                record.inputs[part.name], record.outputs[part.name] = x, out
                 if self.clone_all or part.clone:
                     record.handed_on[part.name] = out.clone()
                     return record.handed_on[part.name]
                 return None
 
             yield modules[part.name].register_forward_hook(keep, with_kwargs=True, prepend=True)
-        for part in self.unused:
-
-            def refuse(_m: Any, args: Any, out: Any, part: Part = part) -> None:
-                raise InvalidValue(
-                    f"{part.name} was not used on the first batch and is now: control flow depends on the data; "
-                    "use structure='full', or leave it out of the subset"
-                )
-
-            if part.name in modules:
-                yield modules[part.name].register_forward_hook(refuse)

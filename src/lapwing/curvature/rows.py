@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature.capture import Capture, Record
+from lapwing.curvature.capture import Capture, Changed, Record
 from lapwing.curvature.cover import cover
 from lapwing.curvature.parts import Part
 from lapwing.tangent import TangentModel
@@ -29,16 +29,28 @@ class RowMaker:
         self.names = names or tangent.layout.names
         self.parts = tuple(part for part in parts if any(n in self.names for n in part.parameters))
         self.generic = tuple(n for part in self.parts if part.generic for n in part.parameters)
-        self.capture = Capture(tangent, self.parts)
+        self.capture = Capture(tangent, tuple(part for part in self.parts if not part.generic))
         self.width = sum(tangent.layout.numel(n) for n in self.names)
 
     def run(self, x: Any) -> Record:
-        return self.capture.run(x)
+        """A run of the network; of its outputs alone, if this batch uses the layers in another way than the probe."""
+        try:
+            return self.capture.run(x)
+        except Changed:
+            return self._outputs(x)
+
+    def _outputs(self, x: Any) -> Record:
+        return Capture(self.tangent, ()).run(x)
 
     def rows(self, record: Record, x: Any, u: Tensor, budget: int) -> Iterator[Tensor]:
         """Pieces (n', K, p') of the rows of one batch, in order, for cotangents u (n, K, ..., c)."""
         u = u.to(record.f)
-        gradients, views = record.pull(u), record.views()
+        try:
+            views = record.views()
+        except Changed:
+            record, views = self._outputs(x), {}
+        gradients = record.pull(u)
+        generic = self.generic if record.parts else self.names
         each = u.shape[1] * self.width * u.element_size()
         start = 0
         for piece, cotangent in self.tangent.pieces(x, u, each, budget):
@@ -48,10 +60,10 @@ class RowMaker:
             for part in record.called:
                 g = gradients[part.name][:, index]
                 found |= part.split(views[part.name].chunk(index).outer(g))
-            if self.generic:
-                flat = self.tangent.pulled(piece, cotangent, self.generic).transpose(0, 1)
-                sizes = [self.tangent.layout.numel(n) for n in self.generic]
-                found |= dict(zip(self.generic, flat.split(sizes, -1), strict=True))
+            if generic:
+                flat = self.tangent.pulled(piece, cotangent, generic).transpose(0, 1)
+                sizes = [self.tangent.layout.numel(n) for n in generic]
+                found |= dict(zip(generic, flat.split(sizes, -1), strict=True))
             yield self._assemble(found, cotangent)
 
     def _assemble(self, found: dict[str, Tensor], u: Tensor) -> Tensor:

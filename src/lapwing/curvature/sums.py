@@ -26,7 +26,7 @@ def by_weight(g: Tensor, weights: int) -> list[Tensor]:
 class KroneckerSum:
     def __init__(self, part: Part, weights: int, device: torch.device, dtype: torch.dtype, sharing: str) -> None:
         b, o, _ = part.shape
-        self.weights, self.sharing = weights, sharing
+        self.weights, self.sharing, self.shape = weights, sharing, part.shape
         self.a: Tensor | None = None  # (b, i, i), or its diagonal (b, i)
         self.b = torch.zeros(weights, b, o, o, dtype=dtype, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
@@ -42,8 +42,9 @@ class KroneckerSum:
             _add_outputs(self.b[h], mine.sum(2, keepdim=True) if self.sharing == "reduce" else mine)
 
     def result(self) -> dict[str, Tensor]:
-        assert self.a is not None
-        return {"A": mirrored(self.a), "B": self.b, "count": self.count}
+        b, _, i = self.shape
+        a = self.b.new_zeros(b, i, i) if self.a is None else self.a  # None: called on the probe, on no batch
+        return {"A": mirrored(a), "B": self.b, "count": self.count}
 
 
 def _add_outputs(total: Tensor, g: Tensor) -> None:
