@@ -45,6 +45,8 @@ def predict(
     memory_budget: int = 2**30,
 ) -> Prediction:
     check_finite(x, "the inputs")
+    if any(t.ndim and not len(t) for t in tree.tensors(x)):
+        raise InvalidValue("the inputs hold no example to predict at; give at least one")
     with torch.no_grad():
         if via == "network":
             return _through_network(tangent, posterior, likelihood, x, link, joint, samples, generator)
@@ -82,8 +84,6 @@ def runs(
     tangent: TangentModel, run: Callable[[Any], Record], x: Any, whole: bool, budget: int
 ) -> Iterator[tuple[Any, Record]]:
     """Runs of the network over pieces of the inputs whose gradients, for all outputs, fit the budget."""
-    if any(t.ndim and not len(t) for t in tree.tensors(x)):
-        raise InvalidValue("the inputs hold no example to predict at; give at least one")
     if whole or not tangent.separable(x):
         yield x, run(x)
         return
