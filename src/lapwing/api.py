@@ -173,7 +173,7 @@ class Laplace:
             self.state.factor,
             progress=progress,
         )
-        return replace(self, state=self.state + more, tuning=None)
+        return replace(self, state=self.state + _finite(more), tuning=None)
 
     # -- predictions ----------------------------------------------------------------------------------------------
 
@@ -359,9 +359,19 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None)
 
 
 def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:
-    likelihood = _served(state, likelihood)
+    likelihood = _served(_finite(state), likelihood)
     frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in state.layout.shapes)
     return Laplace(state, prior, likelihood, memory_budget=budget, frozen=frozen)
+
+
+def _finite(state: State) -> State:
+    if not all(bool(torch.isfinite(t).all()) for t in state.sums.values()):
+        raise InvalidValue(
+            "the curvature holds NaN or infinite values, though the outputs do not: the network has a derivative that "
+            "is not finite (a square root or a norm at zero, an infinite buffer); change that layer or leave it out "
+            "with subset="
+        )
+    return state
 
 
 def _served(state: State, likelihood: likelihoods.Likelihood) -> likelihoods.Likelihood:
