@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,12 +91,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     for module, _, _ in hooked:
         module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
     try:
-        yield
+        with _uncompiled(model):
+            yield
     finally:
         for module in training:
             module.training = True
         for module, hooks, pre in hooked:
             module._backward_hooks, module._backward_pre_hooks = hooks, pre
+
+
+def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Modules under torch.compile run as they were written: what the compiler makes of them has no hooks, no forward
+    mode and no batching rule."""
+    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules()):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +182,7 @@ class TangentModel:
         except InvalidValue:
             return False
         if "separable" not in self.route and n > 1:
-            n = min(n, 256)
+            n = min(n, 16)
             self.route["separable"] = self._cuts(tree.rows_of(x, slice(0, n)), n, min(n - 1, 4))
         return self.route.get("separable", True)
 
@@ -291,6 +300,8 @@ class TangentModel:
                 )
                 grads = [
                     torch.autograd.grad(f, list(leaves.values()), u[i, j], retain_graph=True, allow_unused=True)
+                    if f.requires_grad  # else this example does not use them
+                    else [None] * len(leaves)
                     for j in range(k)
                 ]
                 flat = [
