@@ -1,0 +1,703 @@
+"""Bad input: each is a clear error of ours that says what to do, or the right answer; and the model is as it was.
+
+Every error is a LapwingError (and a ValueError where a value is wrong), raised before anything is half done.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lapwing as lw
+
+STRUCTURES = ("full", "diag", "kron", "block")
+NAN, INF = math.nan, math.inf
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def network(outputs: int = 2) -> nn.Module:
+    """3 -> 4 -> outputs, in a state that a careless pass would disturb: modes mixed, a gradient, a frozen bias, a
+    hook, dropout, batch norm."""
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, outputs)
+    ).double()
+    model[0].eval()
+    model[0].weight.grad = draw(4, 3)
+    model[4].bias.requires_grad_(False)
+    model[3].register_forward_hook(lambda module, inputs, output: None)
+    return model
+
+
+def snapshot(model: nn.Module) -> tuple:
+    return (
+        {k: v.clone() for k, v in model.state_dict().items()},
+        {n: (p.requires_grad, None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()},
+        [(n, m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()],
+    )
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    tensors, params, modules = snapshot(model)
+    yield
+    now_tensors, now_params, now_modules = snapshot(model)
+    assert tensors.keys() == now_tensors.keys()
+    for name, value in tensors.items():
+        torch.testing.assert_close(now_tensors[name], value, rtol=0.0, atol=0.0, equal_nan=True)
+    for name, (requires_grad, grad) in params.items():
+        assert now_params[name][0] == requires_grad, name
+        assert (grad is None) == (now_params[name][1] is None), name
+        assert grad is None or torch.equal(grad, now_params[name][1])
+    assert now_modules == modules
+
+
+@contextmanager
+def refused(model: nn.Module, says: str, error: type[Exception] = lw.errors.InvalidValue) -> Iterator[None]:
+    """An error of ours with the given words in it, and the model untouched."""
+    with untouched(model), pytest.raises(lw.errors.LapwingError, match=says) as caught:
+        yield
+    assert isinstance(caught.value, error)
+    assert len(str(caught.value)) > 20
+
+
+def regression(n: int = 6, outputs: int = 2) -> tuple[Tensor, Tensor]:
+    return draw(n, 3), draw(n, outputs)
+
+
+@pytest.fixture(autouse=True)
+def _writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not list(tmp_path.iterdir())
+
+
+# -- data --------------------------------------------------------------------------------------------------------
+
+
+class Empty(IterableDataset):
+    def __iter__(self) -> Iterator:
+        return iter(())
+
+
+NO_DATA: dict[str, Callable[[], object]] = {
+    "pair": lambda: (draw(0, 3), draw(0, 2)),
+    "list": lambda: [],
+    "loader": lambda: DataLoader(TensorDataset(draw(0, 3), draw(0, 2))),
+    "dataset": lambda: TensorDataset(draw(0, 3), draw(0, 2)),
+    "stream": lambda: DataLoader(Empty()),
+    "empty batches": lambda: [(draw(0, 3), draw(0, 2))] * 2,
+}
+
+
+@pytest.mark.parametrize("structure", ["auto", *STRUCTURES])
+@pytest.mark.parametrize("data", NO_DATA)
+def test_no_data(data: str, structure: str) -> None:
+    model = network()
+    with refused(model, "at least one example"):
+        lw.laplace(model, NO_DATA[data](), "gaussian", structure=structure)
+
+
+def test_an_empty_batch_among_others_adds_nothing() -> None:
+    model, (x, y) = network(), regression()
+    for structure in STRUCTURES:
+        for data in ([(x[:0], y[:0]), (x, y)], [(x[:4], y[:4]), (x[:0], y[:0]), (x[4:], y[4:])]):
+            la = lw.laplace(model, data, "gaussian", structure=structure)
+            close(la.log_evidence(), lw.laplace(model, (x, y), "gaussian", structure=structure).log_evidence())
+            assert la.state.n == 6
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (None, "got NoneType"),
+        (draw(6, 3), "got Tensor"),
+        ("train", "got str"),
+        ({"x": draw(6, 3)}, "got dict"),
+        (iter([(draw(6, 3), draw(6, 2))]), "one-pass iterator"),
+        ((draw(6, 3), draw(5, 2)), "X has 6 examples and y has 5"),
+        ((draw(6, 3), None), "no tensor"),
+        ((draw(6, 3), [1.0] * 6), "no tensor"),
+        ([(draw(6, 3), draw(6, 2), draw(6))], "length 3"),
+        ([{"x": draw(6, 3)}], "'labels'"),
+        ([(draw(6, 3), draw(5, 2))], "batch sizes must agree"),
+        ([(draw(6, 3), draw(6, 2).tolist())], "tensor"),
+        ([(draw(6, 3), torch.tensor(1.0))], "dimension"),
+    ],
+)
+def test_data_that_are_not_batches_of_inputs_and_targets(data: object, says: str) -> None:
+    model = network()
+    with refused(model, says):
+        lw.laplace(model, data, "gaussian")
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_inputs_that_are_not_finite(bad: float, structure: str) -> None:
+    model, (x, y) = network(), regression()
+    x[5, 1] = bad
+    for data in ((x, y), DataLoader(TensorDataset(x, y), batch_size=2)):  # in the first batch, and in a later one
+        with refused(model, "1 NaN or infinite.*clean the data"):
+            lw.laplace(model, data, "gaussian", structure=structure)
+    la = lw.laplace(model, regression(), "gaussian", structure=structure)
+    with refused(model, "NaN or infinite"):
+        la.predict(x)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_targets_that_are_not_finite(bad: float, structure: str) -> None:
+    model, (x, y) = network(), regression()
+    y[4, 1] = bad
+    with refused(model, "targets hold NaN or infinite"):
+        lw.laplace(model, DataLoader(TensorDataset(x, y), batch_size=2), "gaussian", structure=structure)
+    labels = torch.randint(2, (6, 2)).double()
+    labels[4, 1] = bad
+    with refused(model, "0 or 1"):
+        lw.laplace(model, (x, labels), "bernoulli", structure=structure)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_weights_and_buffers_that_are_not_finite(bad: float, structure: str) -> None:
+    model = network()
+    with torch.no_grad():
+        model[4].weight[1, 2] = bad
+    with refused(model, r"4\.weight holds NaN or infinite"):
+        lw.laplace(model, regression(), "gaussian", structure=structure)
+    model = network()
+    model[4].bias.data[0] = bad  # frozen, and still part of the network
+    with refused(model, r"4\.bias holds NaN or infinite"):
+        lw.laplace(model, regression(), "gaussian", structure=structure)
+    model = network()
+    model[1].running_mean[2] = NAN
+    with refused(model, "outputs hold NaN or infinite"):
+        lw.laplace(model, regression(), "gaussian", structure=structure)
+
+
+class Kinked(nn.Module):
+    """Finite outputs, with a derivative that is not: √· at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.sqrt(self.a(x).square()))
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, "dual"])
+def test_derivatives_that_are_not_finite(structure: str) -> None:
+    model = Kinked().double()
+    with torch.no_grad():
+        model.a.weight[0], model.a.bias[0] = 0.0, 0.0
+    with refused(model, "NaN or infinite", lw.errors.LapwingError):
+        lw.laplace(model, regression(20), "gaussian", structure=structure_of(structure)).log_evidence()
+    la = lw.laplace(model, regression(20), "gaussian", structure=structure_of(structure), subset=["b.*"])
+    assert torch.isfinite(la.log_evidence())
+
+
+def structure_of(name: str) -> object:
+    return lw.curvature.Full("dual") if name == "dual" else name
+
+
+BAD_TARGETS: list[tuple[str, Callable[[], Tensor], str]] = [
+    ("categorical", lambda: torch.tensor([0, 1, 2, 3, 0, 1]), r"labels run from 0 to 3, outside 0\.\.2"),
+    ("categorical", lambda: torch.tensor([0, 1, 2, -1, 0, 1]), r"-1 to 2"),
+    ("categorical", lambda: torch.tensor([0, 1, 2, -100, 0, 1]), r"-100"),
+    ("categorical", lambda: torch.tensor([0.0, 1, 2, 1, 0, 1]), r"y\.long\(\)"),
+    ("categorical", lambda: torch.tensor([True] * 6), r"integer class labels, got torch\.bool"),
+    ("categorical", lambda: torch.zeros(6, 1).long(), r"\(6, 1\)"),
+    ("categorical", lambda: torch.eye(3).repeat(2, 1).long(), r"\(6, 3\)"),
+    ("bernoulli", lambda: torch.full((6, 3), 2), "0 or 1"),
+    ("bernoulli", lambda: torch.full((6, 3), -1), "0 or 1"),
+    ("bernoulli", lambda: torch.full((6, 3), 0.5), "0 or 1"),
+    ("bernoulli", lambda: torch.zeros(6), "unsqueeze|shape"),
+    ("bernoulli", lambda: torch.zeros(6, 2), "shape"),
+    ("gaussian", lambda: torch.zeros(6, 3).long(), "categorical.*float"),
+    ("gaussian", lambda: torch.zeros(6, 3).bool(), "floating point"),
+    ("gaussian", lambda: torch.zeros(6), "unsqueeze|shape"),
+    ("gaussian", lambda: torch.zeros(6, 2), r"\(6, 2\)"),
+    ("gaussian", lambda: torch.zeros(6, 3, 1), r"\(6, 3, 1\)"),
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(("likelihood", "targets", "says"), BAD_TARGETS)
+def test_targets_out_of_range_or_of_the_wrong_dtype_or_shape(
+    likelihood: str, targets: Callable[[], Tensor], says: str, structure: str
+) -> None:
+    model = network(3)
+    with refused(model, says):
+        lw.laplace(model, (draw(6, 3), targets()), likelihood, structure=structure)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int16])
+def test_integer_labels_of_any_width_are_right(dtype: torch.dtype) -> None:
+    model, x, y = network(3), draw(6, 3), torch.tensor([0, 1, 2, 1, 0, 1])
+    narrow, wide = (lw.laplace(model, (x, t), "categorical") for t in (y.to(dtype), y))
+    close(narrow.log_evidence(), wide.log_evidence(), 0.0)
+    binary = torch.randint(2, (6, 3))
+    fits = [lw.laplace(model, (x, t), "bernoulli") for t in (binary, binary.bool(), binary.double())]
+    for la in fits[1:]:
+        close(la.log_evidence(), fits[0].log_evidence(), 0.0)
+
+
+# -- loaders that change -----------------------------------------------------------------------------------------
+
+
+class Changing:
+    """Another number of batches, in another order, at each pass."""
+
+    def __init__(self, x: Tensor, y: Tensor, sizes: list[int]) -> None:
+        self.x, self.y, self.sizes, self.passes = x, y, sizes, 0
+        self.seen: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        size = self.sizes[min(self.passes, len(self.sizes) - 1)]
+        self.passes += 1
+        self.seen = []
+        for i in torch.randperm(len(self.x))[:size].tolist():
+            self.seen.append(i)
+            yield self.x[i : i + 1], self.y[i : i + 1]
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, "dual"])
+def test_a_loader_that_changes_its_order_is_right(structure: str) -> None:
+    model, (x, y) = network(), regression()
+    chosen = structure_of(structure)
+    la = lw.laplace(model, Changing(x, y, [6]), "gaussian", structure=chosen)
+    whole = lw.laplace(model, (x, y), "gaussian", structure=chosen)
+    assert la.state.n == 6
+    close(la.log_evidence(), whole.log_evidence())
+    close(la.predict(x).covariance, whole.predict(x).covariance)
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, "dual"])
+@pytest.mark.parametrize("sizes", [[6, 5, 4, 3, 2, 1], [2, 3, 4, 5, 6]])
+def test_a_loader_that_changes_its_length_is_refused_or_counts_what_it_saw(structure: str, sizes: list[int]) -> None:
+    """Sums over one pass: the fit is that of the data of its pass, and says how many they were; or an error."""
+    model, (x, y) = network(), regression()
+    chosen = structure_of(structure)
+    loader = Changing(x, y, sizes)
+    with untouched(model):
+        try:
+            la = lw.laplace(model, loader, "gaussian", structure=chosen)
+        except lw.errors.InvalidValue as error:
+            assert "examples" in str(error)  # noqa: PT017 - either is right
+            return
+    seen = x[loader.seen], y[loader.seen]
+    assert la.state.n == len(loader.seen)
+    close(la.log_evidence(), lw.laplace(model, seen, "gaussian", structure=chosen).log_evidence())
+
+
+def test_a_loader_that_runs_dry_is_an_error() -> None:
+    model, (x, y) = network(), regression()
+
+    class OnePass(IterableDataset):
+        def __init__(self) -> None:
+            self.stream = iter(zip(x, y, strict=True))
+
+        def __iter__(self) -> Iterator:
+            return self.stream
+
+    with refused(model, "no batch"):
+        lw.laplace(model, DataLoader(OnePass(), batch_size=2), "gaussian")
+
+
+def test_a_loader_that_drops_its_last_batch_is_named() -> None:
+    model, (x, y) = network(), regression()
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, drop_last=True)
+    with untouched(model), pytest.warns(lw.errors.LapwingWarning, match="2 of 6 examples.*drop_last=False"):
+        la = lw.laplace(model, loader, "gaussian")
+    assert la.state.n == 4
+
+
+def test_two_mapping_batches_are_two_batches() -> None:
+    model = nn.Bilinear(3, 2, 2).double()
+    batches = [{"input1": draw(4, 3), "input2": draw(4, 2), "labels": draw(4, 2)} for _ in range(2)]
+    la = lw.laplace(model, batches, "gaussian")
+    assert la.state.n == 8
+
+
+# -- models ------------------------------------------------------------------------------------------------------
+
+
+class Returning(nn.Module):
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(3, 2), change
+
+    def forward(self, x: Tensor) -> object:
+        return self.change(self.layer(x))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda f: f[:, 0], r"\(6,\).*unsqueeze"),
+        (lambda f: f.sum(), r"\(\).*\(n, \.\.\., c\)"),
+        (lambda f: (f, f), "tuple.*forward="),
+        (lambda f: {"logits": f}, "dict.*forward="),
+        (lambda f: f.mean(0, keepdim=True), "batch sizes must agree"),
+        (lambda f: f[:4], "batch sizes must agree"),
+    ],
+)
+def test_outputs_that_are_not_examples_by_outputs(
+    change: Callable[[Tensor], object], says: str, structure: str
+) -> None:
+    model = Returning(change).double()
+    with refused(model, says):
+        lw.laplace(model, regression(), "gaussian", structure=structure)
+
+
+def test_models_without_anything_to_be_bayesian_about() -> None:
+    data = regression(outputs=3)
+    with refused(nn.Tanh(), "no parameters"):
+        lw.laplace(nn.Tanh(), data, "gaussian")
+    frozen = network().requires_grad_(False)
+    with refused(frozen, "no parameter requires grad"):
+        lw.laplace(frozen, data, "gaussian")
+    for not_a_model in (None, lambda x: x, "model"):
+        with pytest.raises(lw.errors.InvalidValue, match=r"torch\.nn\.Module"):
+            lw.laplace(not_a_model, data, "gaussian")
+    lazy = nn.Sequential(nn.LazyLinear(2)).double()
+    with pytest.raises(lw.errors.InvalidValue, match="lazy"):
+        lw.laplace(lazy, data, "gaussian")
+
+
+@pytest.mark.parametrize(
+    ("subset", "says"),
+    [
+        ([], "empty"),
+        (["9.*"], r"'9\.\*' matches no parameter.*0\.weight"),
+        (["0.*", "nothing"], "'nothing' matches no parameter"),
+        ([3], "globs"),
+        ("first_layer", "'last_layer'"),
+        (7, "'last_layer'"),
+        (None, "'last_layer'"),
+        ({}, "no element"),
+        ({"0.weight": torch.zeros(4, 3, dtype=torch.bool)}, "no element"),
+        ({"0.wait": torch.ones(4, 3, dtype=torch.bool)}, "'0.wait'"),
+        ({"0.weight": torch.ones(3, 4, dtype=torch.bool)}, r"\(4, 3\)"),
+        ({"0.weight": torch.ones(4, 3)}, "bool"),
+        ({"0.weight": [True]}, "bool tensor"),
+    ],
+)
+def test_subsets_that_select_nothing_or_cannot_be_read(subset: object, says: str) -> None:
+    model = network()
+    with refused(model, says):
+        lw.laplace(model, regression(), "gaussian", subset=subset)
+
+
+def test_a_network_without_a_last_layer_says_so() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return h + self.last(h)
+
+    model = Around().double()
+    with refused(model, r"no last layer.*first\.weight"):
+        lw.laplace(model, regression(), "gaussian", subset="last_layer")
+
+
+def test_batch_norm_without_running_statistics_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, track_running_stats=False)).double()
+    with refused(model, "track_running_stats"):
+        lw.laplace(model, regression(), "gaussian")
+
+
+def test_a_matrix_too_large_for_the_machine_is_refused_before_it_is_made() -> None:
+    model = nn.Linear(3000, 1000)
+    data = torch.randn(2, 3000), torch.randn(2, 1000)
+    with refused(model, "structure='kron'"):
+        lw.laplace(model, data, "gaussian", structure=lw.curvature.Full("primal"))
+
+
+# -- priors, likelihoods, options --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, NAN, INF, 0, -3])
+def test_precisions_and_noises_that_are_not_positive(bad: float) -> None:
+    model, data = network(), regression()
+    for prior in (bad, torch.tensor(float(bad)), {"0.*": 1.0, "[14].*": bad}, torch.tensor([1.0] * 26 + [bad])):
+        with refused(model, "positive and finite"):
+            lw.laplace(model, data, "gaussian", prior=prior)
+    with refused(model, "positive and finite"):
+        lw.priors.Gaussian(bad, per="layer")
+    la = lw.laplace(model, data, "gaussian")
+    for use in (la.replace, la.log_evidence):
+        with refused(model, "positive and finite"):
+            use(prior=bad)
+    for noise in (bad, torch.tensor([0.3, bad])):
+        with refused(model, "noise must be positive and finite"):
+            lw.likelihoods.Gaussian(noise)
+
+
+@pytest.mark.parametrize(
+    ("prior", "says"),
+    [
+        ("layer", "'layerwise'"),
+        (None, "'layerwise'"),
+        (True, "'layerwise'"),
+        ([1.0], "'layerwise'"),
+        ({}, "empty"),
+        ({"0.*": 1.0}, r"1\.weight must match exactly one"),
+        ({"*": 1.0, "0.*": 1.0}, r"0\.weight must match exactly one.*\['\*', '0\.\*'\]"),
+        ({"*": 1.0, "9.*": 1.0}, r"'9\.\*'.*match no selected parameter"),
+        (torch.ones(3), "3 prior precisions for"),
+        (lw.priors.Gaussian(torch.ones(2), per="layer"), "2 prior precisions for 3 groups"),
+        (lw.priors.Gaussian(mean={"0.weight": torch.zeros(4, 3)}), "expected tensors for"),
+        (lw.priors.Gaussian(mean=NAN), "mean holds NaN"),
+        (lw.priors.Gaussian(mean=torch.zeros(3)), "float or"),
+    ],
+)
+def test_priors_that_cannot_be_read(prior: object, says: str) -> None:
+    model = network()
+    with refused(model, says):
+        lw.laplace(model, regression(), "gaussian", prior=prior)
+
+
+def test_a_prior_mean_of_another_shape_is_not_read_in_another_order() -> None:
+    model = nn.Linear(3, 2).double()
+    mean = {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}  # transposed: as many numbers, not the same ones
+    with refused(model, r"weight.*\(2, 3\).*\(3, 2\)"):
+        lw.laplace(model, regression(), "gaussian", prior=lw.priors.Gaussian(mean=mean))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("likelihood", "normal", "'gaussian'.*'normal'"),
+        ("likelihood", None, "'gaussian'"),
+        ("likelihood", nn.MSELoss(), "'gaussian'"),
+        ("structure", "fill", "'full'.*'fill'"),
+        ("structure", None, "'full'"),
+        ("structure", 3, "'full'"),
+        ("factor", "exakt", "'exact'.*'exakt'"),
+        ("factor", None, "'exact'"),
+        ("factor", 8, "'exact'"),
+        ("memory_budget", 0, "bytes"),
+        ("memory_budget", -1, "bytes"),
+        ("memory_budget", 1.5e9, "bytes"),
+        ("memory_budget", "1GB", "bytes"),
+    ],
+)
+def test_options_that_are_not_among_the_choices(option: str, value: object, says: str) -> None:
+    model = network()
+    with refused(model, says):
+        lw.laplace(model, regression(), **{"likelihood": "gaussian", option: value})
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda la, x: la.tuned("evidance"), "'mackay'"),
+        (lambda la, x: la.tuned(fixed=("nois",)), r"nois.*precision.*noise"),
+        (lambda la, x: la.tuned(fixed=("noise", "precision")), "nothing to tune"),
+        (lambda la, x: la.tuned(data=(x, x)), "drop data="),
+        (lambda la, x: la.log_evidence(center="mode"), "'map'.*'mode'"),
+        (lambda la, x: la.log_evidence(likelihood="categorical"), "fit again"),
+        (lambda la, x: la.replace(likelihood="categorical"), "fit again"),
+        (lambda la, x: la.replace(likelihood=lw.likelihoods.Gaussian([0.1, 0.2])), "fit again"),
+        (lambda la, x: la.replace(prior="layer"), "'layerwise'"),
+        (lambda la, x: la.predict(x, link="logit"), "'probit'.*'logit'"),
+        (lambda la, x: la.predict(x, via="weights"), "'network'.*'weights'"),
+        (lambda la, x: la.predict(x, mean="map"), "'tangent'.*'map'"),
+        (lambda la, x: la.predict(x, via="network", link="probit"), "'auto'"),
+        (lambda la, x: la.predict(x, via="network", samples=1), "at least 2"),
+        (lambda la, x: la.predict(x[:0]), "at least one"),
+        (lambda la, x: la.draw(0), "at least 1"),
+        (lambda la, x: lw.priors.Gaussian(per="row"), "'layer'.*'row'"),
+        (lambda la, x: lw.curvature.Full("triple"), "'primal'.*'triple'"),
+        (lambda la, x: lw.curvature.Factor("monte_carlo", 0), "at least 1"),
+        (lambda la, x: lw.likelihoods.Gaussian(torch.ones(2, 2)), "one for each output"),
+    ],
+)
+def test_methods_name_the_choices_that_they_have(use: Callable[[lw.Laplace, Tensor], object], says: str) -> None:
+    model, (x, y) = network(), regression()
+    la = lw.laplace(model, (x, y), "gaussian")
+    before = la.log_evidence()
+    with refused(model, says):
+        use(la, x)
+    close(la.log_evidence(), before, 0.0)
+
+
+def test_pairs_that_have_no_rule_name_an_alternative() -> None:
+    model, (x, y) = network(), regression()
+    noises = lw.likelihoods.Gaussian([0.3, 0.5])
+    for factor in ("empirical", "monte_carlo"):
+        with refused(model, "factor='exact'", lw.errors.Unsupported):
+            lw.laplace(model, (x, y), noises, factor=factor)
+    for structure in ("diag", "kron", "block", lw.curvature.Full("dual")):
+        with refused(model, "full|primal|exact"):
+            lw.laplace(model, (x, y), "gaussian", structure=structure, factor="hessian")
+    with refused(model, "noise has 3 values for 2 outputs"):
+        lw.laplace(model, (x, y), lw.likelihoods.Gaussian([0.3, 0.5, 0.7]))
+    gaussian, binary = (
+        lw.laplace(model, data, likelihood)
+        for data, likelihood in (((x, y), "gaussian"), ((x, torch.randint(2, (6, 2))), "bernoulli"))
+    )
+    with refused(model, "'auto'", lw.errors.Unsupported):
+        _ = gaussian.predict(x, link="probit").mean
+    with refused(model, "'probit' and 'monte_carlo'", lw.errors.Unsupported):
+        _ = binary.predict(x, link="bridge").mean
+
+
+def test_every_error_is_a_lapwing_error_and_of_the_kind_python_has_for_it() -> None:
+    for ours, pythons in [
+        (lw.errors.InvalidValue, ValueError),
+        (lw.errors.Unsupported, TypeError),
+        (lw.errors.NotPositiveDefinite, ArithmeticError),
+        (lw.errors.NotConverged, RuntimeError),
+    ]:
+        assert issubclass(ours, lw.errors.LapwingError)
+        assert issubclass(ours, pythons)
+
+
+# -- odd but right -----------------------------------------------------------------------------------------------
+
+
+def dense(model: nn.Module, x: Tensor, names: list[str]) -> Tensor:
+    """J by plain autograd in eval mode, (n, c, p) over the named parameters."""
+    twin = copy.deepcopy(model).eval().requires_grad_(True)
+    named = dict(twin.named_parameters())
+    rows = []
+    for output in twin(x).reshape(-1):
+        grads = torch.autograd.grad(output, [named[n] for n in names], retain_graph=True)
+        rows.append(torch.cat([g.reshape(-1) for g in grads]))
+    return torch.stack(rows).reshape(len(x), -1, rows[0].numel())
+
+
+def oracle(model: nn.Module, x: Tensor, y: Tensor, names: list[str], new: Tensor) -> tuple[Tensor, Tensor]:
+    """Evidence and predictive covariance with a unit prior and unit noise."""
+    named = dict(model.named_parameters())
+    theta = torch.cat([named[n].detach().reshape(-1) for n in names])
+    J = dense(model, x, names).flatten(0, 1)
+    precision = J.mT @ J + torch.eye(len(theta), dtype=torch.float64)
+    f = copy.deepcopy(model).eval()(x).detach()
+    fit = torch.distributions.Normal(f, 1.0).log_prob(y).sum()
+    evidence = fit - 0.5 * theta.square().sum() - 0.5 * torch.linalg.slogdet(precision)[1]
+    rows = dense(model, new, names)
+    return evidence, rows @ torch.linalg.inv(precision) @ rows.mT
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_frozen_parameters_are_constants(form: str) -> None:
+    model, (x, y), new = network(), regression(), draw(3, 3)
+    with untouched(model):
+        la = lw.laplace(model, (x, y), "gaussian", structure=lw.curvature.Full(form))
+        prediction = la.predict(new)
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    evidence, covariance = oracle(model, x, y, names, new)
+    close(la.log_evidence(), evidence)
+    close(prediction.covariance, covariance)
+    assert la.coverage["4.bias"] == "frozen"
+    assert set(la.coverage) == {n for n, _ in model.named_parameters()}
+    assert "frozen" not in {la.coverage[n] for n in names}
+    named = lw.laplace(model, (x, y), "gaussian", subset=["*"])  # asked for by name, a frozen one is taken
+    assert named.coverage["4.bias"] != "frozen"
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_a_shared_parameter_is_one_parameter(form: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(torch.sin(self.a(x)))))  # tied, and used twice
+
+    model, x, y, new = Tied().double(), draw(6, 3), draw(6, 3), draw(3, 3)
+    la = lw.laplace(model, (x, y), "gaussian", structure=lw.curvature.Full(form))
+    evidence, covariance = oracle(model, x, y, ["a.weight", "a.bias", "b.bias"], new)
+    close(la.log_evidence(), evidence)
+    close(la.predict(new).covariance, covariance)
+    assert list(la.coverage) == ["a.weight", "a.bias", "b.bias"]
+    diag = lw.laplace(model, (x, y), "gaussian", structure="diag")
+    J = dense(model, x, ["a.weight", "a.bias", "b.bias"]).flatten(0, 1)
+    close(lw.operators.linalg.diagonal(diag.posterior.precision), J.square().sum(0) + 1)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_half_precision_networks_are_right_within_half_precision(
+    dtype: torch.dtype, likelihood: str, structure: str
+) -> None:
+    """Against the float64 network at the same (rounded) weights and inputs; accumulation adds no error of its own."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    twin = copy.deepcopy(model).double()
+    x, y = draw(40, 3).to(dtype), draw(40, 2).to(dtype)
+    targets = (y, y.double()) if likelihood == "gaussian" else (y.argmax(-1), y.argmax(-1))
+    with untouched(model):
+        half = lw.laplace(model, (x, targets[0]), likelihood, structure=structure)
+        prediction = half.predict(x[:3])
+    exact = lw.laplace(twin, (x.double(), targets[1]), likelihood, structure=structure)
+    eps = torch.finfo(dtype).eps
+    assert half.log_evidence().dtype == torch.float64
+    torch.testing.assert_close(half.log_evidence(), exact.log_evidence(), rtol=4 * eps, atol=0.0)
+    torch.testing.assert_close(
+        prediction.covariance.double(), exact.predict(x[:3].double()).covariance, rtol=16 * eps, atol=eps
+    )
+    close(half.tuned().prior.precision.log(), exact.tuned().prior.precision.log(), 20 * eps)
+    assert half.draw(2)["0.weight"].dtype == dtype
+    assert torch.isfinite(prediction.total).all()
+
+
+@pytest.mark.parametrize("structure", ["primal", "dual"])
+@pytest.mark.parametrize(("n", "outputs"), [(1, 2), (1, 1), (5, 1)])
+def test_one_example_and_one_output_are_right(structure: str, n: int, outputs: int) -> None:
+    model, (x, y), new = network(outputs), regression(n, outputs), draw(1, 3)
+    la = lw.laplace(model, (x, y), "gaussian", structure=lw.curvature.Full(structure))
+    names = [k for k, p in model.named_parameters() if p.requires_grad]
+    evidence, covariance = oracle(model, x, y, names, new)
+    close(la.log_evidence(), evidence)
+    close(la.predict(new).covariance, covariance)
+    close(la.predict(new, joint=True).covariance.reshape(outputs, outputs), covariance[0])
+    assert la.predict(new).mean.shape == (1, outputs)
+    assert torch.isfinite(la.predict(new).log_prob(draw(1, outputs))).all()
+    labels = torch.randint(2, (n, outputs))
+    binary = lw.laplace(model, (x, labels), "bernoulli", structure=lw.curvature.Full(structure))
+    assert torch.isfinite(binary.log_evidence())
+    assert ((binary.predict(new).probs > 0) & (binary.predict(new).probs < 1)).all()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_one_logit_of_a_categorical_is_refused(structure: str) -> None:
+    model = network(1)
+    with refused(model, "'bernoulli'"):
+        lw.laplace(model, (draw(6, 3), torch.zeros(6).long()), "categorical", structure=structure)
+
+
+@pytest.mark.parametrize(("structure", "likelihood"), [*itertools.product(STRUCTURES, ["gaussian", "categorical"])])
+def test_a_whole_workflow_leaves_the_model_as_it_was(structure: str, likelihood: str) -> None:
+    model, x = network(), draw(12, 3)
+    y = draw(12, 2) if likelihood == "gaussian" else torch.randint(2, (12,))
+    with untouched(model):
+        la = lw.laplace(model, (x, y), likelihood, structure=structure, prior="layerwise")
+        la = la.updated((x, y)).tuned(fixed=("noise",) if likelihood == "gaussian" else ())
+        _ = la.log_evidence(), la.predict(x).total, la.predict(x, joint=True).covariance, la.draw(2)
+        _ = la.predict(x, via="network").mean, repr(la), la.coverage, la.effective_dimension()
