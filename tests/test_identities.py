@@ -386,19 +386,24 @@ def structure_of(name: str):
 
 
 @pytest.mark.parametrize("kind", LIKELIHOODS)
-def test_the_full_log_determinant_is_at_most_the_diagonal_one(kind: str) -> None:
+def test_log_determinants_grow_from_full_to_block_to_diagonal(kind: str) -> None:
     for seed in SEEDS:
         torch.manual_seed(seed)
         model, x = mlp(), draw(8, 3)
         likelihood, y = likelihood_and_targets(kind, (8, 2))
         prior, a, _ = prior_of("weight", model)
-        full, diag = (lw.laplace(model, (x, y), likelihood, structure=s, prior=prior) for s in ("full", "diag"))
+        full, block, diag = (
+            lw.laplace(model, (x, y), likelihood, structure=s, prior=prior) for s in ("full", "block", "diag")
+        )
         G = ggn(model, x, y, likelihood)
-        ratio = log_det_ratio(diag.state, diag.prior, likelihood)
-        close(ratio, torch.log1p(G.diagonal() / a).sum())
-        gap = ratio - log_det_ratio(full.state, full.prior, likelihood)
-        assert gap > 1e-3
-        close(full.log_evidence() - diag.log_evidence(), 0.5 * gap)  # so the diagonal evidence is a lower bound
+        layers = torch.block_diag(G[:16, :16], G[16:, 16:])  # a layer's weight and bias together
+        ratios = [log_det_ratio(la.state, la.prior, likelihood) for la in (full, block, diag)]
+        for ratio, matrix in zip(ratios, (G, layers, G.diagonal().diag()), strict=True):
+            close(ratio, evidence_ratio(matrix, a))
+        assert ratios[0] < ratios[1] - 1e-3
+        assert ratios[1] < ratios[2] - 1e-3
+        for la, ratio in ((block, ratios[1]), (diag, ratios[2])):  # so block and diagonal evidences are lower bounds
+            close(full.log_evidence() - la.log_evidence(), 0.5 * (ratio - ratios[0]))
 
 
 @pytest.mark.parametrize("kind", LIKELIHOODS)
