@@ -74,8 +74,6 @@ def test_the_state_of_a_union_is_the_sum_of_the_states(structure: str, factor: s
         with pytest.raises(lw.errors.LapwingError, match="factor='exact'"):
             lw.laplace(model, (x, y), likelihood, **options)
         return
-    if (structure, kind) == ("kron", "per output"):
-        return  # its own law is in the tests of the Kronecker structure
     whole, *parts = (
         lw.laplace(model, (x[i], y[i]), likelihood, **options)
         for i in (slice(None), slice(3), slice(3, 4), slice(4, None))
