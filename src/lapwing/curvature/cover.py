@@ -27,7 +27,15 @@ PROBE = 4  # examples
 
 
 def cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
-    """Parts for all selected parameters, in the order of the network, of kind '' (rule or generic) or 'unused'."""
+    """Parts for all selected parameters, in the order of the network, of kind '' (rule or generic) or 'unused'.
+
+    Proved once for a tangent model, and remembered there."""
+    if "parts" not in tangent.route:
+        tangent.route["parts"] = _cover(tangent, x)
+    return tangent.route["parts"]
+
+
+def _cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
     x = _few(tangent, x)
     candidates, reasons = _candidates(tangent)
     candidates, why = _called_once(tangent, candidates, x)

@@ -27,7 +27,7 @@ from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
 
-FIRST, LARGEST = 32, 128  # examples in the first piece, and in the largest
+LARGEST = 128  # examples run at once: more only leave the caches
 MANY = 512  # outputs past which predictions are draws, not covariances
 
 
@@ -87,14 +87,12 @@ def runs(
     if whole or not tangent.separable(x):
         yield x, run(x)
         return
-    n, start, size = tree.batch_size(x), 0, FIRST
-    while start < n:
+    one = run(tree.rows_of(x, slice(0, 1)))
+    outputs = one.f[0].numel()
+    size = max(1, min(LARGEST, budget // 2 // (2 * one.column_bytes * outputs + 16 * outputs**2 + 1)))
+    for start in range(0, tree.batch_size(x), size):
         piece = tree.rows_of(x, slice(start, start + size))
-        record = run(piece)
-        yield piece, record
-        start += size
-        each = 2 * record.column_bytes // len(record.f) * record.f[0].numel() + record.f[0].numel() ** 2 * 16
-        size = max(1, min(LARGEST, budget // 2 // max(1, each)))
+        yield piece, run(piece)
 
 
 def _dense(maker: RowMaker, posterior: Gaussian, x: Any, record: Record, joint: bool, budget: int) -> Tensor:
