@@ -25,7 +25,7 @@ class Likelihood:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = torch.as_tensor(getattr(self, f.name), dtype=torch.float64)  # 0.3 is not float32's 0.30000001
-            if value.ndim > 1:
+            if value.ndim > 1 or not value.numel():
                 raise InvalidValue(
                     f"{f.name} must be one value, or one for each output, got shape {tuple(value.shape)}"
                 )
