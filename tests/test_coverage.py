@@ -622,6 +622,35 @@ def test_examples_that_go_to_another_layer_later_are_named(structure: str, jacob
     close(curvature(la)[1], 4 * J.mT @ J)
 
 
+class Graph(nn.Module):
+    """Nodes that hear of their neighbors: the batch cannot be cut. The first four are alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.mixed, self.last = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, neighbors: Tensor) -> Tensor:
+        h = neighbors @ torch.tanh(self.fc(x))
+        return self.last(torch.tanh(neighbors @ self.mixed(h)))
+
+
+@pytest.mark.filterwarnings("ignore:this network")
+def test_a_graph_whose_first_nodes_are_alone(jacobian: Any) -> None:
+    net, neighbors = network(Case(Graph, vectors)), torch.eye(7, dtype=torch.float64)
+    neighbors[4:, 4:] = 1 / 3
+    x = (numbers(7, 3), neighbors)
+    J = jacobian(net, lambda m: m(*x)).flatten(0, -2)
+    G = J.mT @ J
+    for structure in ("diag", "block"):
+        la = lw.laplace(net, [(x, numbers(7, 2))], "gaussian", structure=structure)
+        _, found = curvature(la)
+        close(found, G * (found != 0))
+        close(found.diagonal(), G.diagonal())
+        covered = la.coverage
+        assert "generic: Linear's rule does not give autograd's gradient here" in covered["fc.weight"]
+        assert "(Linear rule)" in covered["last.weight"]
+
+
 # -- the user's own hooks, compiled models, dtypes ---------------------------------------------------------------------
 
 

@@ -124,33 +124,36 @@ def _called_once(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list
 def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
     """The parts whose rule gives autograd's gradient for every example of the probe, and why the others do not."""
     record = Capture(tangent, tuple(parts), clone_all=True).run(x)
-    if not parts:
-        return [], {}
-    n = len(record.f)
-    k = min(n, PROBE)
-    u = record.f.new_zeros(n, k, *record.f.shape[1:])  # cotangent e is of example e alone
-    noise = torch.randn(k, *record.f.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    u[range(k), range(k)] = noise.to(u)
-    names = [name for part in parts for name in part.parameters]
-    truth: list[dict[str, Tensor | None]] = []
-    for e in range(k):
-        wanted = [record.leaves[name] for name in names]
-        found = torch.autograd.grad(record.f, wanted, u[:, e], retain_graph=True, allow_unused=True)
-        truth.append(dict(zip(names, found, strict=True)))
-    uses = _uses(record)
-    proved: list[Part] = []
+    uses, left = _uses(record), []
     reasons: dict[str, str] = {}
     for part in parts:
         often = [name for name in part.parameters if uses[name] > 1]
-        if not often and _agrees(record, part, u, truth):
-            touched = record.handed_on[part.name]._version > 0
-            proved.append(replace(part, clone=touched))
-            continue
-        module = type(tangent.model.get_submodule(part.name)).__name__
-        text = f"{module}'s rule does not give autograd's gradient here"
-        text = f"{often[0]} is used elsewhere too" if often else text
-        reasons |= dict.fromkeys(part.parameters, text)
-    return proved, reasons
+        reasons |= dict.fromkeys(part.parameters, f"{often[0]} is used elsewhere too") if often else {}
+        left += [] if often else [part]
+    n, generator = len(record.f), torch.Generator().manual_seed(0)
+    for start in range(0, n, PROBE):  # all of them: a batch that cannot be cut may mix some examples and not others
+        examples = range(start, min(n, start + PROBE))
+        u = record.f.new_zeros(n, len(examples), *record.f.shape[1:])  # each cotangent is of one example alone
+        noise = torch.randn(len(examples), *record.f.shape[1:], generator=generator, dtype=torch.float64)
+        u[examples, range(len(examples))] = noise.to(u)
+        names = [name for part in left for name in part.parameters]
+        truth = [_gradients(record, names, column) for column in u.unbind(1)]
+        right = [part for part in left if _agrees(record, part, u, truth, start)]
+        for part in left:
+            if part not in right:
+                module = type(tangent.model.get_submodule(part.name)).__name__
+                text = f"{module}'s rule does not give autograd's gradient here"
+                reasons |= dict.fromkeys(part.parameters, text)
+        left = right
+    return [replace(part, clone=record.handed_on[part.name]._version > 0) for part in left], reasons
+
+
+def _gradients(record: Record, names: list[str], cotangent: Tensor) -> dict[str, Tensor | None]:
+    if not names or not record.f.requires_grad:
+        return dict.fromkeys(names)
+    leaves = [record.leaves[name] for name in names]
+    found = torch.autograd.grad(record.f, leaves, cotangent, retain_graph=True, allow_unused=True)
+    return dict(zip(names, found, strict=True))
 
 
 def _uses(record: Record) -> Counter[str]:
@@ -170,34 +173,30 @@ def _uses(record: Record) -> Counter[str]:
     return uses
 
 
-def _agrees(record: Record, part: Part, u: Tensor, truth: list[dict[str, Tensor | None]]) -> bool:
+def _agrees(record: Record, part: Part, u: Tensor, truth: list[dict[str, Tensor | None]], start: int) -> bool:
     """Whether the rule gives the gradient of each example from its own inputs and output gradients alone."""
     one = replace(record, parts=(part,))
     try:
         g, view = one.pull(u)[part.name], one.views()[part.name]
         if g.shape != (u.shape[1], u.shape[0], view.positions, *part.shape[:2]):
             return False
-        return all(_example_agrees(part, view, g, e, want) for e, want in enumerate(truth))
+        return all(_example_agrees(part, view, g[k], start + k, want) for k, want in enumerate(truth))
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # what the rule did not expect
         return False
 
 
 def _example_agrees(part: Part, view: Any, g: Tensor, e: int, truth: dict[str, Tensor | None]) -> bool:
     own = slice(e, e + 1)
-    tolerance = min(0.1, 1e4 * torch.finfo(g.dtype).eps)
-    if not _small(torch.cat([g[e, :e], g[e, e + 1 :]]), tolerance * g[e].double().norm()):
-        return False  # other examples' positions, or outputs that depend on other examples
-    implied = part.split(view.chunk(own).outer(g[own, own])[0, 0])
+    implied = part.split(view.chunk(own).outer(g[None, own])[0, 0])
     for name, vector in implied.items():
         want = truth[name]
         want = torch.zeros_like(vector) if want is None else want.reshape(-1)
-        if vector.shape != want.shape or not _small(vector.to(want) - want, tolerance * want.double().norm()):
+        if vector.shape != want.shape:
+            return False
+        gap = (vector.to(want) - want).double().norm()
+        if not float(gap) <= min(0.1, 1e4 * torch.finfo(g.dtype).eps) * float(want.double().norm()) + 1e-300:
             return False
     return True
-
-
-def _small(gap: Tensor, bound: Tensor) -> bool:
-    return float(gap.double().norm()) <= float(bound) + 1e-300
 
 
 def _gradient(tangent: TangentModel, x: Any) -> dict[str, Tensor | None]:
