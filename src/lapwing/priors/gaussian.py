@@ -154,10 +154,12 @@ def _units(layout: Layout) -> tuple[tuple[str, ...], Tensor]:
     full = {}
     for name, shape in layout.shapes.items():
         length = shape[0] if len(shape) else 1
-        key = layer_of(name) or "(root)", length
+        layer = layer_of(name) or "(root)"
+        key = layer, length
         if key not in start:
+            label = name if any(other == layer for other, _ in start) else layer  # a layer's other lengths
             start[key] = len(names)
-            names += [f"{key[0]}[{i}]" for i in range(length)]
+            names += [f"{label}[{i}]" for i in range(length)]
         unit = start[key] + torch.arange(length)
         full[name] = unit.reshape(-1, *[1] * (len(shape) - 1)).expand(shape) if len(shape) else unit.reshape(())
     index = layout.gather(full)
