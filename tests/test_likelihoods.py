@@ -314,7 +314,7 @@ def test_samples_come_from_the_generator_alone(case: Case) -> None:
 def test_a_common_shift_of_logits_is_a_null_direction() -> None:
     likelihood, f, y = CASES["categorical"].draw(6, 0)
     S = likelihood.hessian_root(f)
-    close(torch.ones(4, dtype=torch.float64) @ S, torch.zeros(6, 4, dtype=torch.float64))
+    close(torch.ones(4, dtype=torch.float64) @ S, torch.zeros(6, 3, dtype=torch.float64))  # c − 1 columns do
     close(likelihood.score(f, y).sum(-1), torch.zeros(6, dtype=torch.float64))
     assert torch.linalg.matrix_rank(S).tolist() == [3] * 6
     close(likelihood.log_prob(f + 5.0, y), likelihood.log_prob(f, y))
@@ -332,7 +332,7 @@ def test_sure_outputs_are_finite(name: str) -> None:
         assert bool(torch.isfinite(value).all())
     S = likelihood.hessian_root(f[:1])
     if CASES[name].one_hot:
-        close(S @ S.mT, torch.zeros_like(S))
+        close(S @ S.mT, torch.zeros_like(S @ S.mT))
 
 
 # -- hyperparameters ---------------------------------------------------------------------------------------------------

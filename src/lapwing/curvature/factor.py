@@ -37,7 +37,7 @@ class Factor:
         return f"monte_carlo ({self.samples} samples)" if self.kind == "monte_carlo" else self.kind
 
     def columns(self, outputs: int, positions: int) -> int:
-        """Cotangents an example."""
+        """Cotangents an example, at the most."""
         return {"exact": outputs * positions, "monte_carlo": self.samples, "empirical": 1, "hessian": 1}[self.kind]
 
 

@@ -53,7 +53,7 @@ def _add_outputs(total: Tensor, g: Tensor) -> None:
     if g.shape[2] > 1 and g.stride(2) == 1:  # positions run fastest (convolutions): sum products of (o, s) matrices
         for one, mine in zip(total, g.unbind(3), strict=True):  # (k, n, s, o)
             matrices = mine.transpose(2, 3).flatten(0, 1)
-            one.addbmm_(matrices, matrices.mT)
+            one += torch.bmm(matrices, matrices.mT).sum(0)
     else:
         flat = g.flatten(0, 2).transpose(0, 1)  # (b, k n s, o)
         total.baddbmm_(flat.mT, flat)

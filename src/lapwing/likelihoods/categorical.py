@@ -1,6 +1,9 @@
 """Classes by softmax: y in {0, …, c−1}, p = softmax(f).
 
-−∂²_f log p = diag(p) − p pᵀ = S Sᵀ,   S = diag(√p) − p √pᵀ   (rank c − 1: never inverted)
+    −∂²_f log p = diag(p) − p pᵀ = R Rᵀ,   R = diag(√p) − p √pᵀ   (rank c − 1: never inverted)
+
+R √p = 0, so a reflection that turns √p into the last axis leaves c − 1 columns: with r = √p,
+S_j = R_j − R_c · r_j / (1 + r_c), j < c, and S Sᵀ = R Rᵀ.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ class Categorical(Likelihood):
 
     def hessian_root(self, f: Tensor) -> Tensor:
         p = torch.softmax(f, -1)
-        return torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
+        r = p.sqrt()
+        R = torch.diag_embed(r) - p.unsqueeze(-1) * r.unsqueeze(-2)
+        return R[..., :-1] - R[..., -1:] * (r[..., :-1] / (1 + r[..., -1:])).unsqueeze(-2)
 
     def curvature_weights(self, factor: str = "exact") -> Tensor:
         return torch.ones(1, dtype=torch.float64)

@@ -52,7 +52,8 @@ class DenseInputs:
         a = a.flatten(0, 1).transpose(0, 1).to(total)  # (b, n s, i)
         for start in range(0, total.shape[-1], PANEL):
             stop = start + PANEL
-            total[:, start:, start:stop].baddbmm_(a[:, :, start:].mT, a[:, :, start:stop])
+            for one, rows in zip(total, a, strict=True):
+                one[start:, start:stop].addmm_(rows[:, start:].mT, rows[:, start:stop])
 
     def outer(self, g: Tensor) -> Tensor:
         """Gradients of each example, (k, n, b, o, i)."""
