@@ -4,6 +4,7 @@ the evidence picks."""
 from lapwing import curvature, errors, likelihoods, operators, predictive, priors, tangent, tune
 from lapwing.api import Laplace, from_state, laplace, load
 from lapwing.curvature import accumulate
+from lapwing.doctor import doctor
 from lapwing.posterior import condition
 from lapwing.predictive import Prediction, predict
 from lapwing.tangent import linearize
@@ -16,6 +17,7 @@ __all__ = [
     "accumulate",
     "condition",
     "curvature",
+    "doctor",
     "errors",
     "from_state",
     "laplace",

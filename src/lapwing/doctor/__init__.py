@@ -7,7 +7,7 @@ makes no sense; every problem that it can name is a finding.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,16 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lapwing import api
+from lapwing import api, tree
 from lapwing import data as loading
-from lapwing.doctor.checks import loader_checks, model_checks, value_checks
+from lapwing.doctor.checks import loader_checks, model_checks, tied, value_checks
 from lapwing.doctor.outputs import dead_checks, likelihood_checks, output_checks, slope, training_checks
-from lapwing.doctor.reading import read
-from lapwing.doctor.report import Cost, Finding, Report
-from lapwing.doctor.visit import Visit
-from lapwing.errors import InvalidValue
+from lapwing.doctor.plan import Plan, draw_up, free_memory
+from lapwing.doctor.reading import Sample, read
+from lapwing.doctor.report import Cost, Finding, Report, size
+from lapwing.errors import InvalidValue, LapwingError
+from lapwing.likelihoods import Likelihood
+from lapwing.tangent import TangentModel, linearize
 
 __all__ = ["Cost", "Finding", "Report", "doctor"]
+
+T = TypeVar("T")
 
 
 def doctor(
@@ -41,3 +45,189 @@ def doctor(
     The arguments are those of `laplace`. memory_budget: bytes that the recommended call may take; by default what is
     free on the device. The model, its gradients and the user's random state are left as they were.
     """
+    _refuse_nonsense(model, data, subset, forward)
+    if memory_budget is not None:
+        api.as_budget(memory_budget)
+    visit = _Visit(model, api.as_likelihood(likelihood), subset, forward, memory_budget)
+    batches = visit.attempt("data", lambda: _batches(data))
+    with loading.unchanged_rng(batches), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a fit would warn about is a finding here
+        visit.examine(batches)
+        return visit.report(likelihood if isinstance(likelihood, str) else None)
+
+
+def _refuse_nonsense(model: Any, data: Any, subset: Any, forward: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidValue(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if forward is not None and not callable(forward):
+        raise InvalidValue(f"forward must be a function (model, inputs) -> outputs, got {forward!r}")
+    usable = isinstance(data, (Dataset, Iterable)) and not isinstance(data, (Tensor, np.ndarray, str, Mapping))
+    if not usable:
+        loading.as_batches(data)  # raises, and says what data may be
+    if not isinstance(subset, (str, Mapping, Sequence)) or (
+        isinstance(subset, str) and subset not in ("all", "last_layer")
+    ):
+        raise InvalidValue(f"subset must be 'all', 'last_layer', a list of globs or {{name: mask}}; got {subset!r}")
+
+
+def _batches(data: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return loading.as_batches(data)
+
+
+class _Visit:
+    """One examination, stage by stage; a stage that cannot run leaves its findings and ends the visit."""
+
+    def __init__(self, model: nn.Module, likelihood: Likelihood, subset: Any, forward: Any, budget: int | None) -> None:
+        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self.wrapped = self.model is not model
+        self.subset, self.forward, self.budget = subset, forward, budget
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.likelihood = likelihood.to(self.device)
+        self.limit = budget or free_memory(self.device)
+        self.findings: list[Finding] = []
+        self.sample: Sample | None = None
+        self.tangent: TangentModel | None = None
+        self.plan: Plan | None = None
+        self.outputs: list[Tensor] = []
+
+    def failed(self, *topics: str) -> bool:
+        return any(f.severity == "error" and (not topics or f.topic in topics) for f in self.findings)
+
+    def attempt(self, topic: str, run: Callable[[], T], hint: str = "") -> T | None:
+        """What `run` returns; None, and a finding, if it fails: our own errors speak for themselves."""
+        try:
+            return run()
+        except LapwingError as error:
+            self.findings.append(Finding("error", topic, str(error)))
+        except Exception as error:  # the user's model or data
+            text = str(error).strip().splitlines()
+            what = f"failed with {type(error).__name__}: {text[0][:300] if text else ''}"
+            self.findings.append(Finding("error", topic, f"{what}{hint}"))
+        return None
+
+    # -- stages ---------------------------------------------------------------------------------------------------
+
+    def examine(self, batches: Any) -> None:
+        self.findings += model_checks(self.model, self.wrapped)
+        if batches is not None:
+            self.sample = self.attempt("data", lambda: read(batches, self.device))
+        if self.sample is None:
+            return
+        self.findings += loader_checks(batches, self.sample)
+        self.findings += value_checks(self.sample.spread)
+        if not self.failed():
+            self._run(self.sample)
+
+    def _run(self, sample: Sample) -> None:
+        x = sample.first[0]
+        hint = _dtype_hint(self.model, x) or "; call model(x) on a batch to see it, or say how with forward="
+        self.tangent = self.attempt(
+            "model", lambda: linearize(self.model, self.subset, forward=self.forward, example=x), hint
+        )
+        if (tangent := self.tangent) is None:
+            return
+        self.outputs = self.attempt("model", lambda: [tangent(x) for x, _ in sample.spread], hint) or []
+        if not self.outputs:
+            return
+        f, x = self.outputs[0], sample.spread[0][0]
+        self.findings += self.attempt("model", lambda: list(output_checks(tangent, f, x))) or []
+        self.findings += likelihood_checks(self.model, self.likelihood, self.outputs, sample)
+        if not self.failed("outputs", "targets"):
+            self.findings += self.attempt("gradient", lambda: self._gradients(tangent, sample)) or []
+        if not self.failed("outputs", "targets", "gradient"):
+            self.plan = self.attempt("plan", lambda: self._plan(tangent, sample))
+
+    def _gradients(self, tangent: TangentModel, sample: Sample) -> list[Finding]:
+        found = slope(tangent, self.likelihood, sample.spread)
+        dead = dead_checks(tangent, self.outputs[0], sample.spread[0][0])
+        return [*training_checks(tangent, self.likelihood, found, sample), *dead]
+
+    def _plan(self, tangent: TangentModel, sample: Sample) -> Plan:
+        last = None
+        if self.subset == "all":
+            try:
+                last = linearize(self.model, "last_layer", forward=self.forward, example=sample.first[0])
+            except LapwingError:  # there is none
+                last = None
+        return draw_up(tangent, last, self.likelihood, sample, self.limit, self.budget)
+
+    # -- the report -----------------------------------------------------------------------------------------------
+
+    def report(self, likelihood: str | None) -> Report:
+        call, treatment = "", {n: "frozen" for n, p in self.model.named_parameters() if not p.requires_grad}
+        if self.plan is not None:
+            treatment = self.plan.treatment
+            self._say_memory(self.plan)
+            if not self.failed():
+                call = self._call(self.plan, likelihood)
+        parameters = {n: treatment.get(n, "not examined") for n, _ in self.model.named_parameters()}
+        for name, others in tied(self.model).items():
+            parameters[name] += f" (also {', '.join(others)})"
+        return Report(
+            title=self._title(),
+            findings=tuple(self.findings),
+            plan=self.plan.costs if self.plan else {},
+            parameters=parameters,
+            shapes={n: tuple(p.shape) for n, p in self.model.named_parameters() if not _lazy(p)},
+            recommendation=call,
+            limit=self.limit,
+            epoch=self.plan.epoch if self.plan else float("nan"),
+        )
+
+    def _say_memory(self, plan: Plan) -> None:
+        large = [name for name, cost in plan.costs.items() if not cost.fits]
+        if not plan.costs[plan.choice].fits:
+            least = plan.costs[plan.choice].memory
+            message = (
+                f"no structure fits {size(self.limit)}; the least, {plan.choice}, takes about {size(least)}: raise "
+                "memory_budget, choose a subset, or use smaller batches"
+            )
+            self.findings.append(Finding("warning", "memory", message))
+        elif large:
+            message = f"{', '.join(large)} would not fit {size(self.limit)}; {plan.choice} does"
+            self.findings.append(Finding("ok", "memory", message))
+
+    def _call(self, plan: Plan, likelihood: str | None) -> str:
+        arguments = ["model", "data", repr(likelihood) if likelihood else "likelihood"]
+        if plan.choice == "last_layer":
+            arguments.append("subset='last_layer'")
+        elif not (isinstance(self.subset, str) and self.subset == "all"):
+            plain = isinstance(self.subset, (str, list)) and len(repr(self.subset)) < 80
+            arguments.append(f"subset={self.subset!r}" if plain else "subset=subset")
+        arguments.append(f"structure={plan.structure!r}")
+        if self.forward is not None:
+            arguments.append("forward=forward")
+        if self.budget is not None:
+            arguments.append(f"memory_budget={plan.working}")
+        return f"lw.laplace({', '.join(arguments)}).tuned()"
+
+    def _title(self) -> str:
+        parts = [f"Lapwing doctor: {type(self.model).__name__}"]
+        if self.tangent is not None:
+            total = sum(p.numel() for p in self.model.parameters())
+            of = "" if self.tangent.layout.size == total else f" of {total:,}"
+            parts.append(f"{self.tangent.layout.size:,}{of} parameters")
+        if self.sample is not None and self.sample.n is not None:
+            parts.append(f"{self.sample.n:,} examples")
+        c = self.outputs[0].shape[-1] if self.outputs else 0
+        parts.append(self.likelihood.name + (f" with {c} output{'s' if c > 1 else ''}" if c else ""))
+        return ", ".join(parts)
+
+
+def _lazy(p: Any) -> bool:
+    return isinstance(p, nn.parameter.UninitializedParameter)
+
+
+def _dtype_hint(model: nn.Module, x: Any) -> str:
+    """Why a run may have failed: floating inputs of another dtype than the weights."""
+    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    inputs = {t.dtype for t in tree.tensors(x) if t.is_floating_point()}
+    if len(weights) == 1 and inputs and not inputs <= weights:
+        (dtype,) = weights
+        mine = str(dtype).removeprefix("torch.")
+        return (
+            f"; the inputs are {', '.join(map(str, inputs))} and the weights {dtype}: convert one, x.to(torch.{mine})"
+        )
+    return ""

@@ -6,7 +6,7 @@ A check is a generator of findings. It says "ok" where a user might wonder, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def plural(n: int, what: str) -> str:
 # -- the model -----------------------------------------------------------------------------------------------------
 
 
-def model_checks(model: nn.Module) -> Iterator[Finding]:
+def model_checks(model: nn.Module, compiled: bool = False) -> Iterator[Finding]:
     parameters = dict(model.named_parameters())
     lazy = [n for n, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
@@ -51,7 +51,7 @@ def model_checks(model: nn.Module) -> Iterator[Finding]:
         return
     yield from _values(model)
     yield from _kinds(model, parameters)
-    yield from _modes(model)
+    yield from _modes(model, compiled)
     yield from _batch_norm(model)
     yield from _normalization(model)
 
@@ -64,7 +64,7 @@ def _values(model: nn.Module) -> Iterator[Finding]:
             yield Finding("error", "weights", message)
 
 
-def _kinds(model: nn.Module, parameters: dict[str, Tensor]) -> Iterator[Finding]:
+def _kinds(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
     frozen = [n for n, p in parameters.items() if not p.requires_grad]
     if frozen:
         count = sum(parameters[n].numel() for n in frozen)
@@ -86,7 +86,7 @@ def _kinds(model: nn.Module, parameters: dict[str, Tensor]) -> Iterator[Finding]
     yield from _types(parameters)
 
 
-def _types(parameters: dict[str, Tensor]) -> Iterator[Finding]:
+def _types(parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
     devices = sorted({str(p.device) for p in parameters.values()})
     if len(devices) > 1:
         message = f"parameters lie on several devices ({', '.join(devices)}); move the model to one with model.to()"
@@ -117,8 +117,8 @@ def bare(model: nn.Module) -> list[str]:
     return [n for n, _ in model.named_parameters() if rules.rule_for(model.get_submodule(layer_of(n))) is None]
 
 
-def _modes(model: nn.Module) -> Iterator[Finding]:
-    if hasattr(model, "_orig_mod"):
+def _modes(model: nn.Module, compiled: bool) -> Iterator[Finding]:
+    if compiled:
         yield Finding("note", "compile", "the model under torch.compile is used, since its Jacobians are needed")
     training = sum(m.training for m in model.modules())
     if training:
@@ -160,9 +160,9 @@ def _normalization(model: nn.Module) -> Iterator[Finding]:
         return
     counts = ", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found))
     message = (
-        f"normalization layers ({counts}) make the weights before them scale-free, so the posterior has no mode and the "
-        "evidence at the trained weights is biased: trust comparisons at equal architecture only, and check a tuned "
-        "prior on held-out data"
+        f"normalization layers ({counts}) make the weights before them scale-free, so the posterior has no mode and "
+        "the evidence at the trained weights is biased: trust comparisons at equal architecture only, and check a "
+        "tuned prior on held-out data"
     )
     yield Finding("note", "normalization", message)
 
@@ -247,5 +247,7 @@ def value_checks(batches: tuple[Batch, ...]) -> Iterator[Finding]:
         bad = sum(int((~torch.isfinite(t)).sum()) for t in tensors)
         if bad:
             total = sum(math.prod(t.shape) for t in tensors)
-            message = f"the {what} hold {plural(bad, 'NaN or infinite value')} among {total:,} looked at; clean the data"
+            message = (
+                f"the {what} hold {plural(bad, 'NaN or infinite value')} among {total:,} looked at; clean the data"
+            )
             yield Finding("error", what, message)

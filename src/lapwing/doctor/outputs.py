@@ -9,7 +9,8 @@ and what is left of ḡ beside θ should be noise: the residues of two halves of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,22 +211,27 @@ def slope(tangent: TangentModel, likelihood: Likelihood, batches: tuple[Batch, .
 
 
 def log_prob_and_gradient(tangent: TangentModel, likelihood: Likelihood, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ log p(y | f(x, θ)) and its gradient, (p,), by plain autograd on copies of the weights."""
+    """Σ log p(y | f(x, θ)) and its gradient, (p,)."""
+    value, grads = differentiated(tangent, x, lambda f: likelihood.log_prob(flat_outputs(f), flat_targets(f, y)).sum())
+    return value, tangent.layout.flatten(grads)
+
+
+def differentiated(
+    tangent: TangentModel, x: Any, objective: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """An objective of the outputs, and its gradient, by plain autograd on copies of the weights: what training does."""
     leaves = {n: t.detach().requires_grad_() for n, t in tangent.params.items()}
     with torch.enable_grad(), evaluating(tangent.model), plain_kernels():
-        f = tangent.apply(leaves, x)
-        value = likelihood.log_prob(flat_outputs(f), flat_targets(f, y)).sum()
+        value = objective(tangent.apply(leaves, x))
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
-    return value.detach(), tangent.layout.flatten(dict(zip(leaves, filled, strict=True)))
+    return value.detach(), dict(zip(leaves, filled, strict=True))
 
 
-def training_checks(
-    tangent: TangentModel, likelihood: Likelihood, found: Slope, sample: Sample
-) -> Iterator[Finding]:
+def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope, sample: Sample) -> Iterator[Finding]:
     theta, mean = tangent.theta.double(), found.mean
     norm, size = float(mean.norm()), float(theta.norm())
-    if not norm == norm or norm == float("inf"):
+    if not math.isfinite(norm):
         yield Finding("error", "training", "the gradient of the log-likelihood is not finite; check weights and inputs")
         return
     decay = float(mean @ theta) / max(size**2, torch.finfo(torch.float64).tiny)
@@ -241,8 +247,8 @@ def training_checks(
     cosine = _alignment(found, theta, decay)
     if flat is not None and found.log_prob < flat:
         message = (
-            f"{what}. A constant prediction would reach {flat:.3g}: the network is not trained, or is evaluated on other "
-            "data or with another likelihood than in training; a Laplace approximation needs a minimum"
+            f"{what}. A constant prediction would reach {flat:.3g}: the network is not trained, or is evaluated on "
+            "other data or with another likelihood than in training; a Laplace approximation needs a minimum"
         )
         yield Finding("warning", "training", message)
     elif cosine is not None and cosine > ALIGNED:
@@ -282,7 +288,7 @@ def _constant_fit(likelihood: Likelihood, sample: Sample) -> float | None:
 def dead_checks(tangent: TangentModel, f: Tensor, x: Any) -> Iterator[Finding]:
     """Parameters that no output depends on, by one backward pass of random cotangents."""
     u = torch.randn(f.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(f)
-    pulled = tangent.vjp(x, u)
+    _, pulled = differentiated(tangent, x, lambda f: (f * u).sum())
     silent = [n for n, g in pulled.items() if not bool(g.any())]
     if silent:
         message = (
@@ -293,7 +299,9 @@ def dead_checks(tangent: TangentModel, f: Tensor, x: Any) -> Iterator[Finding]:
     units = _dead_units(tangent, {n: g for n, g in pulled.items() if n not in silent})
     if units:
         shown = [f"{n} ({k} of {m})" for n, (k, m) in units.items()]
-        message = f"units without any gradient on {plural(len(f), 'example')}: {named(shown)}; their posterior is the prior"
+        message = (
+            f"units without any gradient on {plural(len(f), 'example')}: {named(shown)}; their posterior is the prior"
+        )
         yield Finding("note", "dead", message)
 
 

@@ -8,8 +8,9 @@ batches. No worker process is started for data that can be indexed, and no more 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Sample:
     spread: tuple[Batch, ...]  # from all over the data
     labels: Tensor | None  # every target, where they lie in memory
     indexed: bool  # `again` was read by the same indices
+    seconds: float = 0.0  # to read an example, where the data are not in memory
 
 
 def read(batches: Iterable[Any], device: torch.device) -> Sample:
@@ -61,7 +63,9 @@ def _of_tensors(batches: loading.TensorBatches) -> Sample:
         raise _empty()
 
     def take(index: list[int]) -> Batch:
-        return tuple(tree.map_tensors(lambda t: t[index], part) for part in (batches.inputs, batches.targets))  # type: ignore[return-value]
+        return tree.map_tensors(lambda t: t[index], batches.inputs), tree.map_tensors(
+            lambda t: t[index], batches.targets
+        )
 
     first = list(range(min(batches.n, batches.size, EXAMPLES)))
     labels = batches.targets if isinstance(batches.targets, Tensor) else None
@@ -86,17 +90,26 @@ def _of_loader(loader: DataLoader) -> Sample:
         raise _empty(loader)
     if loader.batch_sampler is None:  # each item of the dataset is a batch
         spread = tuple(fetch(i) for i in heads)
-        first, again = spread[0], fetch(heads[0])
-        size = _size(first)
+        first, size = spread[0], _size(spread[0])
+        again, took = _timed(fetch, heads[0])
+        seconds = took / size
     else:
         size, index = len(heads[0]), list(heads[0])[:EXAMPLES]
-        first, again = fetch(index), fetch(index)
+        (first, a), (again, b) = _timed(fetch, index), _timed(fetch, index)
         usual = type(loader.batch_sampler) is BatchSampler and loader.batch_sampler.sampler is loader.sampler
         every = list(itertools.islice(iter(loader.sampler), INDICES)) if usual else [i for h in heads for i in h]
-        spread = (fetch(_evenly(every)),)
+        picked = _evenly(every)
+        one, c = _timed(fetch, picked)
+        spread, seconds = (one,), min(a / len(index), b / len(index), c / len(picked))
     n = None if loader.batch_sampler is None else loading.examples(loader)
     tensors = loader.dataset.tensors if isinstance(loader.dataset, TensorDataset) else ()
-    return Sample(n, size, first, again, spread, tensors[1] if len(tensors) == 2 else None, True)
+    return Sample(n, size, first, again, spread, tensors[1] if len(tensors) == 2 else None, True, seconds)
+
+
+def _timed(fetch: Callable[[Any], Batch], index: Any) -> tuple[Batch, float]:
+    start = time.perf_counter()
+    batch = fetch(index)
+    return batch, time.perf_counter() - start
 
 
 def _fetcher(loader: DataLoader) -> Callable[[Any], Batch]:
@@ -171,7 +184,6 @@ def _moved(sample: Sample, device: torch.device) -> Sample:
     def move(batch: Any) -> Any:
         return None if batch is None else tuple(tree.map_tensors(lambda t: t.to(device), part) for part in batch)
 
-    spread = tuple(move(b) for b in sample.spread)
-    return Sample(
-        sample.n, sample.batch, move(sample.first), move(sample.again), spread, sample.labels, sample.indexed
+    return replace(
+        sample, first=move(sample.first), again=move(sample.again), spread=tuple(move(b) for b in sample.spread)
     )

@@ -111,11 +111,10 @@ def ordered(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def plan_rows(report: Report) -> list[list[str]]:
-    rows = [["structure", "peak memory", "fit", "tune", "predict 1,000", "", ""]]
+    rows = [["structure", "peak memory", "fit, epochs", "tune, epochs", "predict, passes", ""]]
     for name, cost in report.plan.items():
-        fits = "" if cost.fits else "too large"
-        rows.append([name, size(cost.memory), epochs(cost.fit), epochs(cost.tune), gradients(cost.predict), fits])
-        rows[-1].append(cost.note)
+        remark = cost.note if cost.fits else f"{cost.note}, too large"
+        rows.append([name, size(cost.memory), *map(significant, (cost.fit, cost.tune, cost.predict)), remark])
     return rows
 
 
@@ -182,14 +181,6 @@ def significant(value: float) -> str:
     if value < 1e-2:
         return "< 0.01"
     return f"{value:.1f}" if 1 <= value < 10 else f"{value:.2f}" if value < 1 else f"{float(f'{value:.2g}'):,.0f}"
-
-
-def epochs(value: float) -> str:
-    return f"{significant(value)} epochs"
-
-
-def gradients(value: float) -> str:
-    return f"{significant(value)} grads"
 
 
 def _count(n: int, what: str) -> str:
