@@ -54,6 +54,10 @@ def as_batches(data: Any) -> Iterable[Any]:
     two = isinstance(data, (tuple, list)) and len(data) == 2
     if two and (isinstance(data, tuple) or isinstance(data[0], (Tensor, np.ndarray))):
         inputs, targets = (_as_tensors(part) for part in data)
+        if not isinstance(targets, Tensor):
+            raise InvalidValue(
+                f"y must be a tensor or an array, got {type(targets).__name__}; a list of batches must be a list"
+            )
         n, m = tree.batch_size(inputs), tree.batch_size(targets)
         if n != m:
             raise InvalidValue(f"X has {n} examples and y has {m}; give one target for each example")
@@ -78,13 +82,15 @@ def _as_tensors(part: Any) -> Any:
         return torch.from_numpy(part)
     if isinstance(part, Mapping):
         return {key: _as_tensors(value) for key, value in part.items()}
+    if type(part) in (tuple, list):
+        return type(part)(_as_tensors(value) for value in part)
     return part
 
 
 def _warn_dropped(loader: DataLoader) -> None:
     if dropped(loader):
         warnings.warn(
-            f"the loader has drop_last=True and leaves out {dropped(loader)} of {len(loader.dataset)} examples; "  # type: ignore[arg-type]
+            f"the loader has drop_last=True and leaves out {dropped(loader)} of {examples(loader)} examples; "
             "curvature and evidence are sums over data: build it with drop_last=False",
             LapwingWarning,
             stacklevel=4,
@@ -93,10 +99,11 @@ def _warn_dropped(loader: DataLoader) -> None:
 
 def dropped(loader: Any) -> int:
     """How many examples a DataLoader leaves out because of drop_last."""
-    if not isinstance(loader, DataLoader) or not loader.drop_last or isinstance(loader.dataset, IterableDataset):
+    sampler = getattr(loader, "batch_sampler", None)  # the loader's own, or one that the user made
+    if not isinstance(loader, DataLoader) or not getattr(sampler, "drop_last", False):
         return 0
-    n = examples(loader)
-    return n % loader.batch_size if n and loader.batch_size else 0
+    n, size = examples(loader), getattr(sampler, "batch_size", None)
+    return n % size if n and size else 0
 
 
 def examples(batches: Iterable[Any]) -> int | None:
@@ -104,7 +111,7 @@ def examples(batches: Iterable[Any]) -> int | None:
     if isinstance(batches, TensorBatches):
         return batches.n
     if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
-        sampler = batches.sampler if isinstance(batches.sampler, Sized) else batches.dataset
+        sampler = getattr(batches.batch_sampler, "sampler", None)  # without one, items are batches of any size
         return len(sampler) if isinstance(sampler, Sized) else None
     if isinstance(batches, (list, tuple)):
         return sum(tree.batch_size(split(batch)[1]) for batch in batches)
