@@ -56,7 +56,7 @@ def as_batches(data: Any) -> Iterable[Any]:
         inputs, targets = (_as_tensors(part) for part in data)
         if not isinstance(targets, Tensor):
             raise InvalidValue(
-                f"y must be a tensor or an array, got {type(targets).__name__}; a list of batches must be a list"
+                f"y is no tensor, got {type(targets).__name__}; give a tensor or an array (batches go in a list)"
             )
         n, m = tree.batch_size(inputs), tree.batch_size(targets)
         if n != m:
