@@ -97,7 +97,11 @@ def _candidates(tangent: TangentModel) -> tuple[list[Part], dict[str, str]]:
         if mine:
             b, o, i = rule.shape(module)
             width = (i if "weight" in mine else 0) + ("bias" in mine)
-            parts.append(Part(path, "", mine.get("weight"), mine.get("bias"), (b, o, width), rule.transposed))
+            parts.append(
+                Part(
+                    path, "", mine.get("weight"), mine.get("bias"), (b, o, width), rule.transposed, rule.kernel(module)
+                )
+            )
     return parts, reasons
 
 

@@ -28,6 +28,7 @@ class Part:
     bias: str | None
     shape: tuple[int, int, int]  # (b, o, i), the bias counted in i
     transposed: bool = False
+    kernel: int = 1  # kernel offsets: the inputs are (offsets, channels) of a weight stored (o, channels, offsets)
     generic: bool = False
     clone: bool = False  # the module's output is changed in place later, so keep a copy
     reason: str = ""
@@ -50,7 +51,10 @@ class Part:
             s = slices[self.weight]
             inner = i - (self.bias is not None)
             where = torch.arange(s.start, s.stop)
-            columns.append(where.reshape(b, inner, o).mT if self.transposed else where.reshape(b, o, inner))
+            if self.transposed:
+                columns.append(where.reshape(b, inner, o).mT)
+            else:
+                columns.append(where.reshape(b, o, inner // self.kernel, self.kernel).mT.reshape(b, o, inner))
         if self.bias is not None:
             s = slices[self.bias]
             columns.append(torch.arange(s.start, s.stop).reshape(b, o, 1))
@@ -62,6 +66,8 @@ class Part:
         inner = self.shape[2] - (self.bias is not None and self.weight is not None)
         if self.weight is not None:
             w = matrix[..., :inner]
+            if self.kernel > 1:
+                w = w.unflatten(-1, (self.kernel, -1)).mT.flatten(-2)
             out[self.weight] = (w.mT if self.transposed else w).flatten(-3)
         if self.bias is not None:
             out[self.bias] = matrix[..., -1].flatten(-2)

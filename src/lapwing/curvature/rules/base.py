@@ -29,6 +29,10 @@ class Rule:
         """Blocks b, outputs o and inputs i of a block, without the bias."""
         raise NotImplementedError
 
+    def kernel(self, module: Any) -> int:
+        """Kernel offsets: a weight stored (o, channels, offsets) has inputs in the order (offsets, channels)."""
+        return 1
+
     def inputs(self, module: Any, x: Tensor, n: int) -> Any:
         """a (n, s, b, i), or a strided view of more dimensions in that order, or inputs of a kind of their own (see
         OneHotInputs)."""
