@@ -310,14 +310,26 @@ def test_kronecker_factors_are_sums_over_inputs_and_output_gradients(case: Case,
     it = seen(case, selection)
     tangent, y = linearize(it.net, list(it.part.parameters)), torch.zeros(N, OUTPUTS, dtype=torch.float64)
     state = accumulate(Kronecker(sharing=sharing), tangent, lw.likelihoods.Gaussian(), (it.x, y))
-    (found,) = state.structure.operator(state, torch.ones(1, dtype=torch.float64)).parts
+    found = linalg.to_dense(state.structure.operator(state, torch.ones(1, dtype=torch.float64)))
     unit = torch.eye(OUTPUTS, dtype=torch.float64).expand(N, OUTPUTS, OUTPUTS)
     a, g = it.inputs, torch.stack([output_gradient(it.net, it.x, unit[:, k]) for k in range(OUTPUTS)])
     if sharing == "reduce":
         a, g = a.mean(1, keepdim=True), g.sum(2, keepdim=True)
     A, B = torch.einsum("nsbi,nsbj->bij", a, a), torch.einsum("knsbo,knsbq->boq", g, g)
     blocks = [torch.kron(b, a) / (N * g.shape[2]) for a, b in zip(A, B, strict=True)]
-    close(linalg.to_dense(found), torch.block_diag(*blocks))
+    index = standing(it.net.layer, list(it.part.parameters), len(blocks))
+    close(found[index][:, index], torch.block_diag(*blocks))
+
+
+def standing(layer: Any, names: list[str], blocks: int) -> Tensor:
+    """Where W[b, o, i], its bias last, stands in the vector of the selected parameters."""
+    start, columns = 0, []
+    for name in names:
+        p = dict(layer.named_parameters())[name.removeprefix("layer.")]
+        where = torch.arange(start, start + p.numel()).reshape(p.shape)
+        start += p.numel()
+        columns.append(where.reshape(blocks, -1, 1) if name.endswith("bias") else as_matrix(layer, where, blocks))
+    return torch.cat(columns, -1).reshape(-1)
 
 
 def output_gradient(net: Around, x: Tensor, u: Tensor) -> Tensor:
