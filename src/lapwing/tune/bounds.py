@@ -4,6 +4,7 @@ A precision can run away where the data say nothing, and a noise go to zero wher
 
     λ_g in [1e-6, 1e6] × mean(diag G_g),      σ in [1e-6, 1e3] × standard deviation of the targets.
 
+G_g is taken at the noise that was given and, where the noise moves too, at that of the residuals: the wider bound.
 A search that ends at a bound stops there, warns once, and says so in `at_bound`.
 """
 
@@ -62,19 +63,26 @@ def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Bo
     if all(name in fixed for name in known):
         raise InvalidValue(f"all hyperparameters {list(known)} are fixed; there is nothing to tune")
     low, high, start = {}, {}, {}
-    if "precision" not in fixed:
-        typical = mean_curvature(state, prior, likelihood)
-        typical = torch.where(typical > 0, typical, typical.max()).clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
-        low["precision"], high["precision"] = (typical * 1e-6).log(), (typical * 1e6).log()
-        # The evidence falls in λ beyond P/‖θ‖², whatever the curvature: start there (it scales with the weights).
-        guess = prior.operator().counts() / scatter(state, prior).clamp(min=torch.finfo(torch.float64).tiny)
-        start["precision"] = guess.log().clamp(low["precision"] + 1, high["precision"] - 1)
+    noises = [likelihood]  # the curvature that bounds λ is that of the noise: of the user's, and of the residuals'
     if "noise" in likelihood.hyperparameters and "noise" not in fixed:
         scale = likelihood.target_scale(state.statistics)
         low["noise"], high["noise"] = (scale * 1e-6).log(), (scale * 1e3).log()
         residual = likelihood.residual_noise(state.statistics).clamp(min=torch.finfo(torch.float64).tiny)
         start["noise"] = residual.log().clamp(low["noise"] + 1, high["noise"] - 1)
+        noises.append(likelihood.replace(noise=start["noise"].exp()))
+    if "precision" not in fixed:
+        typical = torch.stack([_typical_curvature(state, prior, noise) for noise in noises])
+        low["precision"], high["precision"] = (typical.amin(0) * 1e-6).log(), (typical.amax(0) * 1e6).log()
+        # The evidence falls in λ beyond P/‖θ‖², whatever the curvature: start there (it scales with the weights).
+        guess = prior.operator().counts() / scatter(state, prior).clamp(min=torch.finfo(torch.float64).tiny)
+        start["precision"] = guess.log().clamp(low["precision"] + 1, high["precision"] - 1)
     return Box(low, high, start, {"precision": prior.names})
+
+
+def _typical_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:
+    """mean(diag G_g), and for a group without curvature the largest of the others'."""
+    typical = mean_curvature(state, prior, likelihood)
+    return torch.where(typical > 0, typical, typical.max()).clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
 
 
 def at_values(prior: Any, likelihood: Any, log_values: dict[str, Tensor]) -> tuple[Any, Any]:
