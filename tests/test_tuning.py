@@ -181,7 +181,7 @@ def test_the_optimum_does_not_depend_on_where_the_user_was(method: str) -> None:
     model, data, _ = problem("gaussian")
     fits = [
         lw.laplace(model, data, lw.likelihoods.Gaussian(noise), prior=prior).tuned(method)
-        for prior, noise in [(1.0, 1.0), (1e4, 0.01), (1e-4, 30.0)]
+        for prior, noise in [(1.0, 1.0), (1e4, 1e-5), (1e-4, 1e4)]
     ]
     for other in fits[1:]:
         close(other.log_evidence(), fits[0].log_evidence(), 1e-5)
@@ -307,7 +307,7 @@ def test_a_group_that_the_data_do_not_see_stops_at_its_bound(method: str, struct
         prior="layerwise",
     )
     with pytest.warns(lw.errors.LapwingWarning, match=r"precision\[dead\]") as caught:
-        tuned = la.tuned(method)
+        tuned = la.tuned(method, fixed=("noise",))
     assert len(caught) == 1
     assert tuned.tuning.at_bound == ("precision[dead]",)
     live, dead = tuned.prior.precision.tolist()
@@ -315,7 +315,7 @@ def test_a_group_that_the_data_do_not_see_stops_at_its_bound(method: str, struct
     typical = float(G[:8].mean())
     assert dead == pytest.approx(1e-6 * typical, rel=0.01)  # the evidence falls in it: −½λ‖θ‖²
     assert 1e-3 < live < 1e3
-    assert all(float(s.reshape(-1)[0].abs()) < 0.03 for s in slopes(tuned).values())
+    assert float(slopes(tuned)["precision"][0].abs()) < 0.01
     assert torch.isfinite(tuned.log_evidence())
     assert torch.isfinite(tuned.predict(x).total).all()
 
