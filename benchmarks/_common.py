@@ -47,6 +47,19 @@ def clock(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, out
 
 
+def clocks(function: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    """Seconds by the wall and of this process's CPUs, and what the call returned. CPU seconds say how much was
+    computed when other work shares the machine; with several threads they run faster than the wall."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    out = function()
+    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}, out
+
+
+def least(times: list[dict[str, float]]) -> dict[str, float]:
+    """The least of each clock over several runs."""
+    return {clock: min(t[clock] for t in times) for clock in times[0]}
+
+
 def best(function: Callable[[], Any], repeat: int) -> float:
     """The least seconds of `repeat` calls."""
     return min(clock(function)[0] for _ in range(repeat))
