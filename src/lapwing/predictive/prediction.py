@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lapwing.predictive.link import DRAWS, LINKS, closed_form, psd_root, quasi_normal
 
 CHUNK = 2**24  # numbers in a chunk of draws
@@ -77,8 +77,8 @@ class Prediction:
 
     @property
     def probs(self) -> Tensor:
-        if isinstance(self.likelihood, Gaussian):
-            raise Unsupported("a gaussian prediction has no class probabilities; use mean and std")
+        if not self._classes:
+            raise Unsupported(f"a {self.likelihood.name} prediction has no class probabilities; use mean and std")
         return self.mean
 
     @property
@@ -133,7 +133,7 @@ class Prediction:
         return self.likelihood.sample(self.f_sample(n, generator), generator)
 
     def quantile(self, q: float) -> Tensor:
-        """The quantile of y for a gaussian; for classes, that of the class probabilities over the posterior."""
+        """The quantile of y; for classes, that of the class probabilities over the posterior."""
         if not 0 < q < 1:
             raise InvalidValue(f"a quantile lies strictly between 0 and 1, got {q}")
         if self._exact:
@@ -142,9 +142,9 @@ class Prediction:
             )
         draws = self.outputs if self.outputs is not None else self._quasi()
         values = (
-            self.likelihood.sample(draws, torch.Generator().manual_seed(0))
-            if isinstance(self.likelihood, Gaussian)
-            else self.likelihood.mean(draws)
+            self.likelihood.mean(draws)
+            if self._classes
+            else self.likelihood.sample(draws, torch.Generator().manual_seed(0)).to(self.f_mean)
         )
         return torch.quantile(values, q, dim=0)
 
@@ -159,7 +159,7 @@ class Prediction:
             each = self.likelihood.log_prob(draws, y.expand(len(draws), *y.shape))  # (s, n, ...)
             each = each.flatten(1).sum(1) if self.joint else each
             return torch.logsumexp(each, 0) - math.log(len(draws))
-        if self.link == "monte_carlo" and y.shape == self.f_mean.shape:
+        if not self._classes or (self.link == "monte_carlo" and y.shape == self.f_mean.shape):
             return self._drawn_log_prob(y)
         # the predictive distribution of one y is that of E[y|f]: a categorical of its mean; with a closed-form link,
         # independent bernoullis (their dependence through f, which is there with several outputs, is left out)
@@ -174,6 +174,10 @@ class Prediction:
     @property
     def _exact(self) -> bool:
         return isinstance(self.likelihood, Gaussian) and self.outputs is None
+
+    @property
+    def _classes(self) -> bool:
+        return isinstance(self.likelihood, (Bernoulli, Categorical))
 
     def _blocks(self) -> tuple[tuple[int, ...], int]:
         """Independent Gaussian blocks of f: their batch shape and size."""
@@ -211,21 +215,24 @@ class Prediction:
         return {k: v.reshape(*self.f_mean.shape[:-1], *v.shape[1:]) for k, v in joined.items()}
 
     def _drawn_log_prob(self, y: Tensor) -> Tensor:
-        """log E_f Π_c p(y_c | f_c) of each input: binary outputs depend on each other through f."""
+        """log E_f p(y | f) of each input: outputs that are independent given f depend on each other through f."""
         c = self.f_mean.shape[-1]
-        mean, cov, targets = self.f_mean.reshape(-1, c), self.marginal.reshape(-1, c, c), y.reshape(-1, c)
+        mean, cov, targets = self.f_mean.reshape(-1, c), self.marginal.reshape(-1, c, c), flat_targets(self.f_mean, y)
         parts = []
         size = max(1, CHUNK // (DRAWS * c))
         for start in range(0, len(mean), size):
             index = slice(start, start + size)
             draws = Prediction(self.likelihood, mean[index], cov[index])._quasi()
-            each = self.likelihood.log_prob(draws, targets[index].expand(draws.shape))
+            mine = targets[index]
+            each = self.likelihood.log_prob(draws, mine.expand(len(draws), *mine.shape))
             parts.append(torch.logsumexp(each, 0) - math.log(len(draws)))
         return torch.cat(parts).reshape(self.f_mean.shape[:-1])
 
     def _probabilities(self, p: Tensor) -> Tensor:
-        if isinstance(self.likelihood, Gaussian):
-            raise Unsupported("entropies are for classes; a gaussian prediction has epistemic and aleatoric variances")
+        if not self._classes:
+            raise Unsupported(
+                f"entropies are for classes; a {self.likelihood.name} prediction has epistemic and aleatoric variances"
+            )
         return p if self.likelihood.name == "categorical" else torch.stack([p, 1 - p], -1)
 
     def _gaussian_log_prob(self, y: Tensor) -> Tensor:
@@ -256,7 +263,7 @@ def _moments(likelihood: Likelihood, f: Tensor) -> dict[str, Tensor]:
         "epistemic": (means - mean).square().mean(0),
         "aleatoric": likelihood.variance(f).mean(0),
     }
-    if not isinstance(likelihood, Gaussian):
+    if isinstance(likelihood, (Bernoulli, Categorical)):
         p = means if likelihood.name == "categorical" else torch.stack([means, 1 - means], -1)
         out["entropy"] = _entropy(p).mean(0)
     return out
