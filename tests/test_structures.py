@@ -265,7 +265,9 @@ def test_batches_order_and_shards_do_not_matter(name: str, structure: str, facto
 def test_more_data_update_a_fit(structure: str) -> None:
     net, x, y = case("conv2d")
     whole = lw.laplace(net, (x, y), "categorical", structure=STRUCTURES[structure])
-    parts = lw.laplace(net, (x[:3], y[:3]), "categorical", structure=STRUCTURES[structure]).updated((x[3:], y[3:]))
+    first = lw.laplace(net, (x[:3], y[:3]), "categorical", structure=STRUCTURES[structure])
+    first.log_evidence(), first.predict(x).covariance  # factorizations of the first data do not linger
+    parts = first.updated((x[3:], y[3:]))
     close(parts.log_evidence(), whole.log_evidence())
     close(parts.predict(x).covariance, whole.predict(x).covariance)
 
@@ -453,6 +455,18 @@ def test_noise_per_output(name: str, noise: str, structure: str) -> None:
                 found = torch.block_diag(*[scale * torch.kron(b, a) for a, b in zip(A, B, strict=True)])
             expected[index.unsqueeze(-1), index] = found.diagonal().diag() if part.kind == "diagonal" else found
         close(dense(moved), expected + torch.eye(len(G), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("structure", ["block", "diag", "kron"])
+def test_noise_per_output_with_positions(structure: str, jacobian: Any) -> None:
+    """Outputs (n, s, c): each column of the factor belongs to one position and one output."""
+    net = filled(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, C)))
+    x, sigma = numbers(N, 2, 2), torch.tensor([0.3, 0.5, 0.8], dtype=torch.float64)
+    la = lw.laplace(net, (x, numbers(N, 2, C)), Gaussian(sigma), structure=structure, subset=["2.*"])
+    J = jacobian(net, lambda m: m(x))[..., 12:]  # (n, s, c, p)
+    G = torch.einsum("nscp,c,nscq->pq", J, sigma**-2, J)
+    G = G.diagonal().diag() if structure == "diag" else G  # kron is exact here
+    close(dense(la), G + torch.eye(len(G), dtype=torch.float64))
 
 
 # -- priors --------------------------------------------------------------------------------------------------------
