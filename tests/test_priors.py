@@ -278,6 +278,7 @@ def test_a_number_of_precisions_that_does_not_fit_is_refused(layout: Layout) -> 
 def test_every_parameter_matches_exactly_one_glob(layout: Layout) -> None:
     cases: list[tuple[dict[str, float], str]] = [
         ({"fc.*": 1.0, "conv.*": 1.0, "body*": 1.0, "shift": 1.0}, "gain must match exactly one"),
+        ({"[!g]*": 1.0, "gai": 1.0}, "gain must match exactly one prior pattern, matches none"),
         ({"*": 1.0, "fc.*": 2.0}, r"fc\.weight must match exactly one prior pattern, matches \['\*', 'fc\.\*'\]"),
         ({"*": 1.0, "head.*": 2.0}, r"\['head\.\*'\] match no selected parameter"),
     ]
