@@ -352,12 +352,14 @@ class FakeStream:
     tensor: Tensor
     width: int = 2
     asked: list[tuple[int, int]] = field(default_factory=list)
+    held: bool = False
+    pairs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.tensor.shape[0], self.tensor.shape[1]
 
-    def ranges(self, beside: int = 0) -> Iterator[tuple[int, int]]:
+    def ranges(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[int, int]]:
         start = 0
         while start < self.shape[1]:
             stop = min(self.shape[1], start + self.width + start % 2)
