@@ -246,15 +246,22 @@ def test_with_biases_theirs_is_ours_without_products(case: Any, sharing: str) ->
     assert float(products) < 0  # Fischer: cutting a block into smaller ones raises the determinant
 
 
-@pytest.mark.parametrize("layer", ["0", "2"])
-def test_backpack_convolutions_mix_expand_and_reduce(layer: str, cnn_without_bias: Any) -> None:
+@pytest.mark.parametrize("layer", [0, 2])
+def test_backpack_convolutions_mix_expand_and_reduce(layer: int, cnn_without_bias: Any) -> None:
     """Their B is that of reduce, their A that of expand, divided by N rather than NT."""
     case = cnn_without_bias
-    expand, reduce = fit_ours(case, "expand").state.sums, fit_ours(case, "reduce").state.sums
-    b, a = fit_theirs(case, backend=BackPackGGN).H_facs.kfacs[["0", "2", "5"].index(layer)]
-    close(reduce[f"{layer}/B"][0, 0], b)
-    close(expand[f"{layer}/A"][0] / len(case.inputs), a)
-    assert float(expand[f"{layer}/count"]) > len(case.inputs)  # so dividing by N is another scale
+    expand, reduce = fit_ours(case, "expand"), fit_ours(case, "reduce")
+    b, a = fit_theirs(case, backend=BackPackGGN).H_facs.kfacs[[0, 2, 5].index(layer)]
+    columns = expand.state.layout.slices()[f"{layer}.weight"]
+    blocks = [dense(la)[columns, columns].reshape(len(b), len(a), len(b), len(a)) for la in (expand, reduce)]
+    # with outputs, or inputs, traced out, our blocks are A of expand and B of reduce up to a scale
+    inputs, outputs = torch.einsum("oiol->il", blocks[0]), torch.einsum("oimi->om", blocks[1])
+    close(inputs / inputs.trace(), a / a.trace())
+    close(outputs / outputs.trace(), b / b.trace())
+    positions = {0: 16, 2: 4}[layer]
+    close(expand.state.sums[f"{layer}/A"].diagonal(dim1=-2, dim2=-1).sum() / len(case.inputs), a.trace())
+    assert float(expand.state.sums[f"{layer}/count"]) == positions * len(case.inputs)
+    close(reduce.state.sums[f"{layer}/B"].diagonal(dim1=-2, dim2=-1).sum(), b.trace())
 
 
 def test_their_empirical_fisher_for_regression_is_doubled(case_without_bias: Any) -> None:
