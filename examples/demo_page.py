@@ -41,8 +41,8 @@ NOTES = [
     "NLL in nats and ECE (15 bins): lower is better. moved: the test images, one pixel to each of four sides. AUROC: "
     "test digits against unknown classes, by 1 − confidence, and by epistemic variance. Coverage: of 95 % "
     "intervals. RMSE and NLL of wines are of log color intensity.",
-    "One seed, one split: python examples/demo.py --seed 1 shows another. Data, networks and held-out parts were picked "
-    "among several tried, for a clear picture: this is a demonstration, not a benchmark.",
+    "One seed, one split: python examples/demo.py --seed 1 shows another. Data, networks and held-out parts were "
+    "picked among several tried, for a clear picture: this is a demonstration, not a benchmark.",
 ]
 STYLE = """
 :root { color-scheme: light; }
