@@ -673,6 +673,51 @@ def test_jvp_finds_another_route_when_a_later_batch_needs_one(jacobian: Oracle) 
         close(tangent.jvp(x, v).double(), expected, 1e-4)
 
 
+class Cube(torch.autograd.Function):
+    """Of the user's own: no forward mode, no batching rule, and a second derivative."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x.square() * grad
+
+
+class OldCube(Cube):
+    """In the style that torch.func refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x**3
+
+    setup_context = torch.autograd.Function.setup_context  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Cube, pytest.param(OldCube, marks=pytest.mark.xfail(strict=True, reason="jvp and vjp go through torch.func"))],
+)
+def test_functions_of_the_users_own_take_two_reverse_passes(function: Any, jacobian: Oracle) -> None:
+    class Own(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](function.apply(self[0](x)))
+
+    model, x = Own(nn.Linear(3, 4), nn.Linear(4, 2)).double(), torch.randn(5, 3, dtype=torch.float64)
+    tangent, expected = linearize(model), jacobian(model, lambda m: m(x))
+    v, u = direction(tangent), torch.randn(5, 2, dtype=torch.float64)
+    close(one_warning_at_most(tangent, x), expected)
+    close(tangent.jvp(x, v), expected @ flat(v))
+    close(flat(tangent.vjp(x, u)), u.reshape(-1) @ expected.reshape(10, -1))
+
+
 def test_a_wrong_input_does_not_cost_the_fast_route(mlp: nn.Module, regression: tuple[Tensor, Tensor]) -> None:
     tangent = linearize(mlp)
     x, u = regression
@@ -763,16 +808,40 @@ def test_streamed_columns_are_columns_of_the_rows(
     expected = expected.reshape(-1, expected.shape[-1])
     rows = StreamedRows(tangent, tuple(batches), budget)
     assert rows.shape == tuple(expected.shape)
-    assert rows.bytes == 8 * expected.numel()
+    assert rows.held == (8 * expected.numel() <= budget)
     ranges = list(rows.ranges())
     assert ranges[0][0] == 0
     assert ranges[-1][1] == tangent.layout.size
     assert all(a[1] == b[0] for a, b in pairwise(ranges))  # in order, none left out
-    assert all(16 * rows.shape[0] * (stop - start) <= budget or stop - start == 1 for start, stop in ranges)
+    widest = max(stop - start for start, stop in ranges)
+    assert rows.held or widest == 1 or 16 * rows.shape[0] * widest <= budget
     for start, stop in ranges if budget > 1 else ranges[:: len(ranges) // 5]:
         close(rows.block(start, stop), expected[:, start:stop])
     close(rows.block(3, 17), expected[:, 3:17])  # and any other
     assert len(ranges) == {1: tangent.layout.size, 10**9: 1}.get(budget, len(ranges))
+
+
+def test_rows_that_are_outer_products_say_so(network: tuple[nn.Module, Tensor], jacobian: Oracle) -> None:
+    """A pair's columns of every row are g ⊗ a; with the ranges without them, they are all columns, each once."""
+    model, x = network
+    tangent = linearize(model)
+    batches = []
+    for part in (x[:1], x[1:]):
+        f = tangent(part)
+        batches.append((part, torch.randn(len(f), 2, *f.shape[1:], dtype=torch.float64)))
+    full = jacobian(model, lambda m: m(x))
+    full = full.reshape(len(x), -1, full.shape[-1])
+    expected = (torch.cat([u for _, u in batches]).flatten(2) @ full).reshape(2 * len(x), -1)
+    rows = StreamedRows(tangent, tuple(batches), 10**5)
+    for pair in rows.pairs.values():
+        assert pair.a.dtype == pair.g.dtype == torch.float64
+        outer = (pair.g.unsqueeze(-1) * pair.a.unsqueeze(-2)).flatten(1)
+        close(outer, expected[:, pair.index])
+    left = [c for start, stop in rows.ranges(0, frozenset(rows.pairs)) for c in range(start, stop)]
+    paired = [int(c) for pair in rows.pairs.values() for c in pair.index]
+    assert sorted(left + paired) == list(range(tangent.layout.size))
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert len(rows.pairs) == (len(linear) if tangent(x).ndim == 2 else 0)  # with positions, a row is a sum of them
 
 
 def test_streamed_ranges_leave_room_for_rows_beside_them(mlp: nn.Module, regression: tuple[Tensor, Tensor]) -> None:

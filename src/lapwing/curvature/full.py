@@ -25,7 +25,7 @@ from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.curvature.state import State
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal
+from lapwing.operators import Dense, Diagonal, RootPlusDiagonal
 from lapwing.tangent import TangentModel
 
 ROWS = 2048  # rows gathered before they are multiplied
@@ -86,12 +86,9 @@ class Full:
             cache=state.cache,
         )
 
-    def _rows(self, state: State) -> Any:
-        rows = StreamedRows(state.tangent, state.batches, self.memory_budget)
-        if rows.bytes > self.memory_budget:
-            return rows
+    def _rows(self, state: State) -> StreamedRows:
         if "rows" not in state.cache:
-            state.cache["rows"] = HeldRows(rows.block(0, rows.shape[1]).to(torch.float64))
+            state.cache["rows"] = StreamedRows(state.tangent, state.batches, self.memory_budget)
         return state.cache["rows"]
 
     def coverage(self, parts: tuple[Any, ...], tangent: TangentModel) -> dict[str, str]:

@@ -18,6 +18,8 @@ from torch import Tensor
 from lapwing.curvature.capture import Capture, Changed, Record
 from lapwing.curvature.cover import cover
 from lapwing.curvature.parts import Part
+from lapwing.curvature.rules import DenseInputs
+from lapwing.operators.root import Pair
 from lapwing.tangent import TangentModel
 
 
@@ -92,17 +94,58 @@ class StreamedRows:
         return sum(u.shape[0] * u.shape[1] for _, u in self.batches), self.tangent.layout.size
 
     @property
-    def bytes(self) -> int:
-        return self.shape[0] * self.shape[1] * 8
+    def held(self) -> bool:
+        """Whether all columns fit the budget; they are then made once."""
+        return self.shape[0] * self.shape[1] * 8 <= self.budget
 
-    def ranges(self, beside: int = 0) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def whole(self) -> Tensor:
+        return self._make(0, self.shape[1]).to(torch.float64)
+
+    @cached_property
+    def pairs(self) -> dict[str, Pair]:
+        """Layers without shared positions, whose rows are outer products; none where those do not fit the budget."""
+        parts = tuple(part for part in self.parts if not part.generic and part.shape[0] == 1)
+        capture = Capture(self.tangent, parts)
+        found: dict[str, list[tuple[Tensor, Tensor]]] = {part.name: [] for part in parts}
+        for x, u in self.batches:
+            try:
+                record = capture.run(x)
+                views = record.views()
+            except Changed:  # this batch uses its layers in another way than the probe
+                return {}
+            gradients = record.pull(u)
+            for part in parts:
+                view = views.get(part.name)
+                if not isinstance(view, DenseInputs) or view.positions > 1:
+                    found.pop(part.name, None)
+                elif part.name in found:
+                    a = view.a[:, 0, 0].to(torch.float64).repeat_interleave(u.shape[1], 0)
+                    g = gradients[part.name][:, :, 0, 0].transpose(0, 1).to(torch.float64)  # (n, K, o)
+                    found[part.name].append((a, g.flatten(0, 1)))
+            if 8 * sum(a.numel() + g.numel() for held in found.values() for a, g in held) > self.budget:
+                return {}
+        index = {part.name: part.index(self.tangent.layout).to(self.tangent.device) for part in parts}
+        return {
+            name: Pair(index[name], torch.cat([a for a, _ in held]), torch.cat([g for _, g in held]))
+            for name, held in found.items()
+        }
+
+    def ranges(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[int, int]]:
         """Column ranges such that two float64 copies of (m + beside) rows stay within the budget."""
         width = max(1, self.budget // (16 * (self.shape[0] + beside)))
-        for s in _joined(self.tangent.layout.slices().values(), width):
+        left_out = {n for part in self.parts if part.name in without for n in part.parameters} if without else set()
+        if self.held and not left_out and beside * self.shape[1] * 8 <= self.budget:
+            yield 0, self.shape[1]
+            return
+        for s in _joined([s for n, s in self.tangent.layout.slices().items() if n not in left_out], width):
             for start in range(s.start, s.stop, width):
                 yield start, min(s.stop, start + width)
 
     def block(self, start: int, stop: int) -> Tensor:
+        return self.whole[:, start:stop] if self.held else self._make(start, stop)
+
+    def _make(self, start: int, stop: int) -> Tensor:
         touched = {n: s for n, s in self.tangent.layout.slices().items() if s.start < stop and start < s.stop}
         first = next(iter(touched.values())).start
         maker = RowMaker(self.tangent, self.parts, tuple(touched))
@@ -119,7 +162,7 @@ def _joined(slices: Any, width: int) -> Iterator[slice]:
     for s in slices:
         if held is None:
             held = s
-        elif s.stop - held.start <= width:
+        elif s.start == held.stop and s.stop - held.start <= width:
             held = slice(held.start, s.stop)
         else:
             yield held

@@ -8,7 +8,9 @@ The dual (kernel) form. With K = R D⁻¹ Rᵀ and B = I + W^½ K W^½ (both m �
     sample   = M⁻¹(RᵀW^½ ε₁ + D^½ ε₂)                                       Eq. 13
 
 R is a tensor, or anything with `shape` and `block(start, stop)`, a range of its columns: it is then streamed and
-never held whole. For few groups of D one Gram matrix a group is kept, K = Σ_g K_g/d_g, so changing D costs no pass.
+never held whole. Where some columns of every row are an outer product g ⊗ a (a layer without shared positions),
+inner products of rows need no columns at all: ⟨g ⊗ a, g' ⊗ a'⟩ = ⟨g, g'⟩⟨a, a'⟩. For few groups of D one Gram matrix
+a group is kept, K = Σ_g K_g/d_g, so changing D costs no pass.
 """
 
 from __future__ import annotations
@@ -36,9 +38,45 @@ class Rows(Protocol):
 
     def block(self, start: int, stop: int) -> Tensor: ...
 
-    def ranges(self, beside: int = 0) -> Iterator[tuple[int, int]]:
-        """Column ranges that fit the memory budget, with `beside` other rows held at the same time."""
+    @property
+    def held(self) -> bool:
+        """Whether all columns are in memory."""
         ...
+
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        """Columns that are outer products, by a name for them."""
+        ...
+
+    def ranges(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[int, int]]:
+        """Column ranges that fit the memory budget, with `beside` other rows held at the same time, and without the
+        columns of some pairs."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Columns `index` (o·i,) of every row r that are g_r ⊗ a_r."""
+
+    index: Tensor
+    a: Tensor  # (m, i), float64
+    g: Tensor  # (m, o), float64
+
+    def products(self, other: Pair) -> Tensor:
+        """Inner products of the rows over these columns, (m, m')."""
+        return (self.a @ other.a.mT) * (self.g @ other.g.mT)
+
+    def squares(self, c: int) -> Tensor:
+        """Those among each c rows that follow one another, (m/c, c, c)."""
+        a, g = (t.reshape(-1, c, t.shape[-1]) for t in (self.a, self.g))
+        return (a @ a.mT) * (g @ g.mT)
+
+    def group(self, d: Diagonal) -> int | None:
+        """The group of a Diagonal that all these columns belong to, if there is one."""
+        if d.uniform:
+            return 0
+        groups = self.index if d.index is None else d.index[self.index]
+        return int(groups[0]) if bool((groups == groups[0]).all()) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +92,15 @@ class HeldRows:
     def block(self, start: int, stop: int) -> Tensor:
         return self.tensor[:, start:stop]
 
-    def ranges(self, beside: int = 0) -> Iterator[tuple[int, int]]:
+    @property
+    def held(self) -> bool:
+        return True
+
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        return {}
+
+    def ranges(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[int, int]]:
         yield 0, self.shape[1]
 
 
@@ -73,12 +119,8 @@ class RootPlusDiagonal:
     def m(self) -> int:
         return self.rows.shape[0]
 
-    @property
-    def held(self) -> bool:
-        return isinstance(self.rows, HeldRows)
-
-    def blocks(self, beside: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        for start, stop in self.rows.ranges(beside):
+    def blocks(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[slice, Tensor]]:
+        for start, stop in self.rows.ranges(beside, without):
             yield slice(start, stop), self.rows.block(start, stop).to(torch.float64)
 
     def precision(self) -> Diagonal:
@@ -101,7 +143,7 @@ class RootPlusDiagonal:
         d = self.precision()
         if d.values.numel() <= GROUPS:
             return torch.einsum("g,gab->ab", 1 / d.values, self.group_grams(d))
-        if self.held:
+        if self.rows.held:
             r = self.rows.block(0, self.size).to(torch.float64)
             return (r / d.dense()) @ r.mT
         if d.values.requires_grad:
@@ -119,12 +161,20 @@ class RootPlusDiagonal:
         key = "grams", d.values.numel(), None if d.index is None else hash(d.index.cpu().numpy().tobytes())
         if key not in self.cache:
             grams = torch.zeros(d.values.numel(), self.m, self.m, dtype=d.values.dtype, device=d.values.device)
-            for columns, r in self.blocks():
+            paired = self.paired(self.rows, d)
+            for name, group in paired.items():
+                grams[group] += self.rows.pairs[name].products(self.rows.pairs[name])
+            for columns, r in self.blocks(without=frozenset(paired)):
                 for g, mask in _groups(d, columns):
                     part = r if mask is None else r[:, mask]
                     grams[g] += part @ part.mT
             self.cache[key] = grams
         return self.cache[key]
+
+    def paired(self, other: Rows, d: Diagonal) -> dict[str, int]:
+        """Pairs that both sides have and that lie in one group of d: name -> group."""
+        groups = {name: pair.group(d) for name, pair in self.rows.pairs.items() if name in other.pairs}
+        return {name: group for name, group in groups.items() if group is not None}
 
     @property
     def gram_eigenvalues(self) -> Tensor:
@@ -218,7 +268,12 @@ def _(op: RootPlusDiagonal, rows: Any) -> Tensor:
     nc, d = rows.shape[0], op.d
     prior = d.new_zeros(nc // c, c, c)
     cross = d.new_zeros(op.m, nc)
-    for columns, r in op.blocks(beside=nc):
+    paired = op.paired(rows, op.precision())
+    for name, group in paired.items():
+        precision = op.precision().values.detach()[group]
+        cross += op.rows.pairs[name].products(rows.pairs[name]) / precision
+        prior += rows.pairs[name].squares(c) / precision
+    for columns, r in op.blocks(beside=nc, without=frozenset(paired)):
         x = rows.block(columns.start, columns.stop).to(torch.float64)
         scaled = x / d[columns]
         cross += r @ scaled.mT
