@@ -24,6 +24,7 @@ from torch.testing import assert_close
 from lapwing.errors import LapwingError, LapwingWarning, NotPositiveDefinite, Unsupported
 from lapwing.operators import Blocks, Dense, Diagonal, HeldRows, Kronecker, RootPlusDiagonal, linalg, root
 from lapwing.operators.diagonal import element_wise
+from lapwing.operators.root import Pair
 
 KINDS = ("uniform", "grouped", "element")
 SEEDS = (0, 1)
@@ -384,6 +385,45 @@ class TestStreamedRootWithRowWeights(Compliance):
         return RootPlusDiagonal(FakeStream(r), Diagonal(w, 6, index)), r.mT @ each.diag() @ r
 
 
+WHERE = torch.tensor([8, 1, 0, 3, 4, 6])  # the columns of a layer (o, i) = (2, 3) among 9
+
+
+@dataclass(frozen=True, eq=False)
+class FakePairs(FakeStream):
+    """Rows of which some columns are outer products; a range without those is a column at a time."""
+
+    def ranges(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[int, int]]:
+        if not without:
+            yield from super().ranges(beside)
+            return
+        yield from ((c, c + 1) for c in range(self.shape[1]) if c not in WHERE)
+
+    @classmethod
+    def make(cls, generator: torch.Generator, m: int) -> FakePairs:
+        a, g, tensor = normal(generator, m, 3), normal(generator, m, 2), normal(generator, m, 9)
+        for row in range(m):
+            tensor[row, WHERE] = torch.outer(g[row], a[row]).reshape(-1)
+        return cls(tensor, pairs={"layer": Pair(WHERE, a, g)})
+
+
+class TestRootOfPairs(Compliance):
+    """Rows that are outer products over a layer's columns."""
+
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        rows, w, index = FakePairs.make(generator, 6), positive(generator, 3), torch.arange(6) % 3
+        each = torch.stack([w[i] for i in index])
+        return RootPlusDiagonal(rows, Diagonal(w, 6, index)), rows.tensor.mT @ each.diag() @ rows.tensor
+
+
+class TestRootOfPairsInOneGroup(TestRootOfPairs):
+    """A prior's value for the whole layer: its columns are never made."""
+
+    def index(self, p: int) -> Tensor:
+        index = torch.tensor([0, 0, 1, 0, 0, 2, 0, 1, 0])
+        assert bool((index[WHERE] == 0).all())
+        return index
+
+
 class TestHeldRootWithManyGroups(TestHeldRootWithRowWeights):
     """Past GROUPS values, K is formed anew for each prior instead of kept by group."""
 
@@ -512,6 +552,20 @@ def test_covariance_of_streamed_rows_beside_a_streamed_root() -> None:
     assert max(stop - start for start, stop in rows.asked + stream.asked) < 9  # neither was ever made whole
     held = linalg.shift(RootPlusDiagonal(HeldRows(r), Diagonal(torch.ones(1, dtype=torch.float64), 4)), d)
     close(linalg.covariance(held, (stream, 3)), blocks @ inverse @ blocks.mT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_covariance_of_pairs_beside_a_root_of_pairs(kind: str) -> None:
+    rows, x = FakePairs.make(seeded(0), 4), FakePairs.make(seeded(1), 6)
+    suite = TestRootOfPairsInOneGroup()
+    d = suite.prior(kind, 9, seeded(2))
+    op = linalg.shift(RootPlusDiagonal(rows, Diagonal(torch.ones(1, dtype=torch.float64), 4)), d)
+    inverse = torch.linalg.inv(rows.tensor.mT @ rows.tensor + suite.spread(d))
+    for c in (3, 6):
+        blocks = x.tensor.reshape(-1, c, 9)
+        close(linalg.covariance(op, (x, c)), blocks @ inverse @ blocks.mT)
+    if kind != "element":
+        assert not {c for start, stop in x.asked for c in range(start, stop)} & set(WHERE.tolist())
 
 
 def test_a_streamed_root_reads_its_rows_once_for_every_scalar_prior() -> None:
