@@ -97,7 +97,7 @@ def test_merged_states_tune_and_save_like_one(structure: str, tmp_path) -> None:
     merged = lw.from_state(a.state + b.state, model, 1.0, likelihood)
     close(merged.tuned().prior.precision, whole.tuned().prior.precision, 1e-6)
     merged.save(tmp_path / "file")
-    assert torch.equal(lw.load(tmp_path / "file", model).log_evidence(), merged.log_evidence())
+    close(lw.load(tmp_path / "file", model).log_evidence(), merged.log_evidence(), 1e-12)
 
 
 @pytest.mark.parametrize("structure", ["primal", "diag", "block", "kron"])
