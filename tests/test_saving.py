@@ -435,3 +435,20 @@ def test_a_compiled_model_is_the_model_that_it_wraps(tmp_path: Path) -> None:
     wrapped = torch.compile(model)  # nothing is compiled before a call
     assert_same(lw.load(tmp_path / "file", wrapped), la, data[0])
     assert torch.equal(lw.from_state(la.state, wrapped, 1.0, "gaussian").log_evidence(), la.log_evidence())
+
+
+def test_a_constant_of_another_shape_is_named_though_its_bytes_are_the_same(tmp_path: Path) -> None:
+    class Shifted(nn.Module):
+        def __init__(self, shape: tuple[int, ...]) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("shift", torch.zeros(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.shift.sum()
+
+    model, other = Shifted((2, 3)).double(), Shifted((3, 2)).double()
+    other.layer = model.layer
+    lw.laplace(model, regression(), "gaussian").save(tmp_path / "file")
+    with pytest.raises(lw.errors.InvalidValue, match="shift"):
+        lw.load(tmp_path / "file", other)
