@@ -165,6 +165,15 @@ def test_a_module_called_twice_is_cut_behind_its_last_call(jacobian: Callable[..
     assert_close(tangent.rows(x), jacobian(model, lambda m: m(x))[..., :12], rtol=1e-8, atol=1e-8)
 
 
+def test_a_skip_from_an_earlier_call_of_the_last_module_is_an_error() -> None:
+    def twice(m: Any, x: Tensor) -> Tensor:
+        first = m.body(x)
+        return first + m.body(torch.tanh(first[:, :3]))
+
+    with pytest.raises(InvalidValue, match=r"no last layer.*body\.weight"):
+        linearize(Head(twice), "last_layer", example=batch(2, 3))
+
+
 def test_a_model_that_is_one_module_is_its_own_last_layer() -> None:
     assert names(nn.Linear(3, 2).double(), "last_layer", batch(2, 3)) == ("weight", "bias")
 
