@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,8 @@ def header_of(path: Path) -> dict:
 
 
 def assert_same(loaded: lw.Laplace, saved: lw.Laplace, new: object) -> None:
-    """Every number equal, bit for bit."""
+    """Every number equal, bit for bit; from a clean start, since a factorization that is there changes the route."""
+    saved = replace(saved, state=replace(saved.state, cache={}))
     for part in ("sums", "statistics"):
         mine, theirs = getattr(saved.state, part), getattr(loaded.state, part)
         assert mine.keys() == theirs.keys()
