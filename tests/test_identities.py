@@ -332,9 +332,7 @@ def test_a_dual_that_streams_its_rows_equals_one_that_holds_them(kind: str, prio
 # -- 2 and 7: the effective dimension ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("n", [4, 20])
-@pytest.mark.parametrize("kind", LIKELIHOODS)
+@pytest.mark.parametrize(("seed", "n", "kind"), seeded([4, 20], LIKELIHOODS))
 def test_effective_dimension_is_the_same_by_three_routes(seed: int, n: int, kind: str) -> None:
     torch.manual_seed(seed)
     model, x = mlp(), draw(n, 3)
@@ -367,7 +365,7 @@ def psd_root(matrix: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", LIKELIHOODS)
 @pytest.mark.parametrize("structure", ["primal", "dual", "diag"])
 def test_effective_dimension_is_bounded_and_falls_with_the_prior_precision(kind: str, structure: str) -> None:
-    for seed, n in itertools.product(SEEDS, (3, 20)):
+    for seed, n in enumerate((3, 20)):
         torch.manual_seed(seed)
         model, x = mlp(), draw(n, 3)
         likelihood, y = likelihood_and_targets(kind, (n, 2))
@@ -409,7 +407,7 @@ def test_log_determinants_grow_from_full_to_block_to_diagonal(kind: str) -> None
 @pytest.mark.parametrize("kind", LIKELIHOODS)
 @pytest.mark.parametrize("structure", ["primal", "dual", "diag"])
 def test_merging_data_blocks_lowers_the_sum_of_their_log_determinants(kind: str, structure: str) -> None:
-    for seed in SEEDS:
+    for seed in SEEDS[:2]:
         torch.manual_seed(seed)
         model, x = mlp(), draw(9, 3)
         likelihood, y = likelihood_and_targets(kind, (9, 2))
@@ -714,7 +712,7 @@ def test_without_epistemic_variance_the_joint_log_probability_is_a_sum(kind: str
 
 @pytest.mark.parametrize("structure", ["primal", "dual", "diag"])
 @pytest.mark.parametrize("kind", ["gaussian", "gaussian per output", "categorical"])
-@pytest.mark.parametrize("prior", ["scalar", "layerwise", "unit", "weight", "means"])
+@pytest.mark.parametrize("prior", ["scalar", "layerwise", "unit", "weight"])
 def test_evidence_gradients_are_finite_differences(structure: str, kind: str, prior: str) -> None:
     torch.manual_seed(12)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
