@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lapwing import curvature, io, likelihoods, priors, tree, tune
 from lapwing.curvature import BUDGET, Factor, Probe, State, accumulate, probe
 from lapwing.curvature.factor import KINDS
-from lapwing.data import as_batches, passes
+from lapwing.data import as_batches, dropped, passes
 from lapwing.errors import InvalidValue
 from lapwing.evidence import effective_dimension, log_evidence
 from lapwing.posterior import Gaussian, condition
@@ -317,6 +317,11 @@ def laplace(
         progress=progress,
         seen=seen,
     )
+    if state.n != seen.n - dropped(batches):
+        raise InvalidValue(
+            f"the data gave {seen.n - dropped(batches)} examples in one pass and {state.n} in another; curvature and "
+            "evidence are sums over data: give a loader that holds the same examples in every pass"
+        )
     return _assemble(state, bound, likelihood, budget)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from lapwing import tree
@@ -111,7 +111,8 @@ def examples(batches: Iterable[Any]) -> int | None:
     if isinstance(batches, TensorBatches):
         return batches.n
     if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
-        sampler = getattr(batches.batch_sampler, "sampler", None)  # without one, items are batches of any size
+        own = type(batches.batch_sampler) is BatchSampler  # another, or none, may give batches of any size
+        sampler = batches.batch_sampler.sampler if own else None  # type: ignore[union-attr]
         return len(sampler) if isinstance(sampler, Sized) else None
     if isinstance(batches, (list, tuple)):
         return sum(tree.batch_size(split(batch)[1]) for batch in batches)
