@@ -20,7 +20,7 @@ from torch.distributions import Bernoulli, Categorical, MultivariateNormal, Norm
 import lapwing as lw
 from lapwing.evidence import log_det_ratio
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 FORMS = ("primal", "dual")
 LIKELIHOODS = ("gaussian", "gaussian per output", "categorical", "bernoulli")
 PRIORS = ("scalar", "layerwise", "glob", "unit", "weight", "mean", "means")
@@ -407,7 +407,7 @@ def test_log_determinants_grow_from_full_to_block_to_diagonal(kind: str) -> None
 @pytest.mark.parametrize("kind", LIKELIHOODS)
 @pytest.mark.parametrize("structure", ["primal", "dual", "diag"])
 def test_merging_data_blocks_lowers_the_sum_of_their_log_determinants(kind: str, structure: str) -> None:
-    for seed in SEEDS[:2]:
+    for seed in SEEDS:
         torch.manual_seed(seed)
         model, x = mlp(), draw(9, 3)
         likelihood, y = likelihood_and_targets(kind, (9, 2))
