@@ -155,6 +155,17 @@ class FirstToken(nn.Module):
         return self.last(torch.tanh(self.norm(self.fc(h)))[0])
 
 
+class DeadAtFirst(nn.Module):
+    """The batch in dimension 1, behind a ReLU that is dead on the first four examples: their gradients are all 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.gate, self.last = nn.Linear(3, 4), nn.Linear(3, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.gate(x[:, 0])) * self.last(torch.tanh(self.fc(x.transpose(0, 1)))).sum(0)
+
+
 class TimeFirst(nn.Module):
     """The batch in dimension 1, all positions read."""
 
@@ -496,8 +507,8 @@ def test_every_parameter_says_how_it_is_treated_and_why(jacobian: Any) -> None:
             "spare.bias": "prior only: no output depends on it",
             "fc.weight": f"{what} (Linear rule)",
             "fc.bias": "frozen",
-            "lost.weight": f"{what} (Linear rule)",
-            "lost.bias": f"{what} (Linear rule)",
+            "lost.weight": "prior only: no output depends on it",
+            "lost.bias": "prior only: no output depends on it",
             "last.weight": f"{what} (Linear rule)",
             "last.bias": f"{what} (Linear rule)",
         }
@@ -649,6 +660,31 @@ def test_a_graph_whose_first_nodes_are_alone(jacobian: Any) -> None:
         covered = la.coverage
         assert "generic: Linear's rule does not give autograd's gradient here" in covered["fc.weight"]
         assert "(Linear rule)" in covered["last.weight"]
+
+
+def test_layers_whose_probe_has_no_gradient(jacobian: Any) -> None:
+    net, x = network(Case(DeadAtFirst, vectors)), numbers(N, 5, 3)
+    with torch.no_grad():
+        net.gate.weight.copy_(torch.tensor([[1.0, 0, 0]])), net.gate.bias.zero_()
+        x[:, 0, 0] = torch.tensor([-1, -2, -1, -3, 1, 2])
+    covered = holds(net, x, jacobian)
+    assert covered["fc.weight"].endswith("Linear's rule does not give autograd's gradient here")
+    assert covered["gate.weight"] == KRON
+
+
+def test_training_on_does_not_move_a_fit() -> None:
+    """Weights and running statistics are those of the fit, also where a rule reads them."""
+    net, more = network(CASES["train mode, dropout and batch norm"]), numbers(4, 4, seed=6)
+    fits = {s: fit(net, vectors, s) for s in ("diag", "block", "kron", lw.curvature.Full(form="primal"))}
+    before = {s: la.predict(more).covariance for s, la in fits.items()}
+    for p in net.parameters():
+        p.data.mul_(1.5)
+    net(10 * vectors)  # in train mode: moves the running statistics
+    for s, la in fits.items():
+        close(la.predict(more).covariance, before[s])
+        update = la.updated((vectors, numbers(N, 2))).state.sums
+        for key, value in la.state.sums.items():
+            close(update[key], 2 * value)
 
 
 # -- the user's own hooks, compiled models, dtypes ---------------------------------------------------------------------

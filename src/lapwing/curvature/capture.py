@@ -10,6 +10,7 @@ hooks stay, and see what they always saw.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,7 @@ class Record:
     outputs: dict[str, Tensor]
     columns_at_once: bool
     leaves: dict[str, Tensor]
+    buffers: dict[str, Any] = field(default_factory=dict)  # of each layer: the user's may have moved on since
     handed_on: dict[str, Tensor] = field(default_factory=dict)  # copies that went on through the network
 
     @property
@@ -56,7 +58,8 @@ class Record:
         for part in self.called:
             x = self.inputs[part.name]
             try:
-                out[part.name] = part.view(self.model, x, len(self.f))
+                with _holding(self.model.get_submodule(part.name), self.buffers[part.name]):
+                    out[part.name] = part.view(self.model, x, len(self.f))
             except RuntimeError as error:
                 shape = tuple(x.shape)
                 raise Changed(f"layer {part.name} got inputs {shape} on a batch of {len(self.f)} examples") from error
@@ -95,6 +98,16 @@ class Record:
             g = z.new_zeros(len(u), *z.shape) if g is None else g
             out[part.name] = part.outputs(self.model, g, len(self.f))
         return out
+
+
+@contextmanager
+def _holding(module: nn.Module, buffers: dict[str, Any]) -> Iterator[None]:
+    own = module._buffers
+    module._buffers = buffers
+    try:
+        yield
+    finally:
+        module._buffers = own
 
 
 def _stack(columns: tuple[Tensor, ...]) -> Tensor:
@@ -150,6 +163,7 @@ class Capture:
                 if x.numel() == 0:  # called on no example: no gradient
                     return None
                 record.inputs[part.name], record.outputs[part.name] = x, out
+                record.buffers[part.name] = dict(_m._buffers)
                 if self.clone_all or part.clone:
                     record.handed_on[part.name] = out.clone()
                     return record.handed_on[part.name]

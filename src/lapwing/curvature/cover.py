@@ -37,13 +37,14 @@ def cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
 
 def _cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
     x = _few(tangent, x)
+    gradient = _gradient(tangent, x)
     candidates, reasons = _candidates(tangent)
+    candidates = [part for part in candidates if any(gradient[n] is not None for n in part.parameters)]
     candidates, why = _called_once(tangent, candidates, x)
     reasons |= why
     proved, why = _prove(tangent, candidates, x)
     reasons |= why
     claimed = {n for part in proved for n in part.parameters}
-    gradient = _gradient(tangent, x)
     rest = [
         Part(
             n,
@@ -128,28 +129,54 @@ def _called_once(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list
 def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
     """The parts whose rule gives autograd's gradient for every example of the probe, and why the others do not."""
     record = Capture(tangent, tuple(parts), clone_all=True).run(x)
-    uses, left = _uses(record), []
+    uses = _uses(record)
+    often = {part: name for part in parts for name in part.parameters if uses[name] > 1}
+    proved, silent = _proved(record, [part for part in parts if part not in often])
+    if silent:  # a gradient that is 0 on the whole probe (dead units) proves nothing
+        wrong = set(silent) - set(_proved_nearby(tangent, silent, x))
+        proved = [part for part in proved if part not in wrong]
     reasons: dict[str, str] = {}
     for part in parts:
-        often = [name for name in part.parameters if uses[name] > 1]
-        reasons |= dict.fromkeys(part.parameters, f"{often[0]} is used elsewhere too") if often else {}
-        left += [] if often else [part]
+        if part not in proved:
+            module = type(tangent.model.get_submodule(part.name)).__name__
+            text = f"{module}'s rule does not give autograd's gradient here"
+            reasons |= dict.fromkeys(part.parameters, f"{often[part]} is used elsewhere too" if part in often else text)
+    return [replace(part, clone=record.handed_on[part.name]._version > 0) for part in proved], reasons
+
+
+def _proved_nearby(tangent: TangentModel, parts: list[Part], x: Any) -> list[Part]:
+    """The parts whose rule is right at weights moved by about their own size, a few times over; where the network
+    does not stand that, there is nothing against them."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        moved = {}
+        for n, p in tangent.params.items():
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
+            size = p.square().mean().sqrt()
+            moved[n] = p + noise * torch.where(size > 0, size, torch.ones_like(size))
+        try:
+            record = Capture(replace(tangent, params=moved), tuple(parts), clone_all=True).run(x)
+            if bool(torch.isfinite(record.f).all()) and len(record.called) == len(parts):
+                parts, _ = _proved(record, parts)
+        except (RuntimeError, ValueError):
+            continue
+    return parts
+
+
+def _proved(record: Record, parts: list[Part]) -> tuple[list[Part], list[Part]]:
+    """The parts whose rule agrees with autograd, and those of them that have no gradient at all."""
     n, generator = len(record.f), torch.Generator().manual_seed(0)
+    loud: set[str] = set()
     for start in range(0, n, PROBE):  # all of them: a batch that cannot be cut may mix some examples and not others
         examples = range(start, min(n, start + PROBE))
         u = record.f.new_zeros(n, len(examples), *record.f.shape[1:])  # each cotangent is of one example alone
         noise = torch.randn(len(examples), *record.f.shape[1:], generator=generator, dtype=torch.float64)
         u[examples, range(len(examples))] = noise.to(u)
-        names = [name for part in left for name in part.parameters]
+        names = [name for part in parts for name in part.parameters]
         truth = [_gradients(record, names, column) for column in u.unbind(1)]
-        right = [part for part in left if _agrees(record, part, u, truth, start)]
-        for part in left:
-            if part not in right:
-                module = type(tangent.model.get_submodule(part.name)).__name__
-                text = f"{module}'s rule does not give autograd's gradient here"
-                reasons |= dict.fromkeys(part.parameters, text)
-        left = right
-    return [replace(part, clone=record.handed_on[part.name]._version > 0) for part in left], reasons
+        parts = [part for part in parts if _agrees(record, part, u, truth, start)]
+        loud |= {n for gradients in truth for n, g in gradients.items() if g is not None and bool(g.any())}
+    return parts, [part for part in parts if not loud.intersection(part.parameters)]
 
 
 def _gradients(record: Record, names: list[str], cotangent: Tensor) -> dict[str, Tensor | None]:
