@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -504,3 +505,39 @@ def test_predictions_do_not_depend_on_their_company_nor_on_memory(kind: str) -> 
         for budget in (2**16, None)
     )
     close(small.predict(many).covariance, large.predict(many).covariance)
+
+
+# -- a likelihood of the user's own ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counts(lw.likelihoods.Likelihood):
+    """y ~ Poisson(exp f), with nothing but what a likelihood must say: no link in closed form."""
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        pass
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(-1)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.poisson(f.exp(), generator=generator)
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def variance(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+
+def test_log_prob_of_a_users_likelihood_averages_over_the_posterior() -> None:
+    torch.manual_seed(0)
+    root = 0.4 * torch.randn(3, 2, 2).double()
+    prediction = lw.Prediction(Counts(), 0.5 * torch.randn(3, 2).double(), root @ root.mT)
+    y = torch.tensor([[0.0, 2.0], [1.0, 0.0], [3.0, 1.0]]).double()
+    draws = prediction.f_sample(200_000, torch.Generator().manual_seed(1))
+    truth = torch.logsumexp(Counts().log_prob(draws, y), 0) - math.log(200_000)
+    torch.testing.assert_close(prediction.log_prob(y), truth, atol=0.01, rtol=0)
+    torch.testing.assert_close(prediction.mean, draws.exp().mean(0), atol=0.02, rtol=0.02)
+    with pytest.raises(lw.errors.Unsupported):
+        prediction.probs  # noqa: B018 - no classes, no class probabilities

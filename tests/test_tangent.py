@@ -704,7 +704,7 @@ class OldCube(Cube):
 
 @pytest.mark.parametrize(
     "function",
-    [Cube, pytest.param(OldCube, marks=pytest.mark.xfail(strict=True, reason="jvp and vjp go through torch.func"))],
+    [Cube, OldCube],
 )
 def test_functions_of_the_users_own_take_two_reverse_passes(function: Any, jacobian: Oracle) -> None:
     class Own(nn.Sequential):

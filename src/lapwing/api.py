@@ -121,7 +121,7 @@ class Laplace:
 
     @cached_property
     def posterior(self) -> Gaussian:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             return condition(self.state, self.prior, self.likelihood)
 
     @property
@@ -131,16 +131,19 @@ class Laplace:
 
     # -- evidence -------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def log_evidence(self, center: str | None = None, prior: Any = None, likelihood: Any = None) -> Tensor:
         """log p(D), 0-dim float64; differentiable in hyperparameters that require grad."""
         if (center or self.center) != "map":
             raise InvalidValue(f"center must be 'map' (the trained weights), got {center!r}")
         return log_evidence(self.state, self._prior(prior), self._likelihood(likelihood))
 
+    @torch.inference_mode(False)
     def effective_dimension(self) -> Tensor:
         """How many directions the data determine, for each prior group."""
         return effective_dimension(self.state, self.prior, self.likelihood)
 
+    @torch.inference_mode(False)
     def tuned(self, method: str = "evidence", fixed: tuple[str, ...] = (), data: Any = None) -> Laplace:
         """A new object with the prior precision and noise that the evidence picks (at the trained weights).
 
@@ -163,15 +166,16 @@ class Laplace:
         """The same curvature under another prior or noise."""
         return replace(self, prior=self._prior(prior), likelihood=self._likelihood(likelihood), tuning=None)
 
-    def updated(self, more_data: Any, *, progress: bool = False) -> Laplace:
-        """The same as a fit over the old and the new data."""
+    @torch.inference_mode(False)
+    def updated(self, more_data: Any, *, generator: torch.Generator | None = None, progress: bool = False) -> Laplace:
+        """The same as a fit over the old and the new data.
+
+        Without a generator, the draws of a Monte-Carlo factor start from the number of examples seen so far, so that
+        those of one update are not those of the next."""
+        generator = generator or torch.Generator().manual_seed(self.state.n)
+        structure, factor = self.state.structure, self.state.factor
         more = accumulate(
-            self.state.structure,
-            self.tangent,
-            self.likelihood,
-            more_data,
-            self.state.factor,
-            progress=progress,
+            structure, self.tangent, self.likelihood, more_data, factor, generator=generator, progress=progress
         )
         return replace(self, state=self.state + _finite(more), tuning=None)
 
@@ -270,6 +274,7 @@ def _numbers(value: Tensor) -> str:
 # -- the verbs ---------------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def laplace(
     model: nn.Module,
     data: Any,

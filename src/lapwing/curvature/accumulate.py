@@ -65,6 +65,7 @@ class Probe:
     inputs: Any  # a few examples of the first batch
 
 
+@torch.inference_mode(False)
 def probe(tangent: TangentModel, batches: Iterable[Any]) -> Probe:
     """Look at the first batch, and count the examples (by a pass, where the data cannot tell)."""
     first = next(iter(loading.passes(batches, tangent.device)))[0]
@@ -77,6 +78,7 @@ def probe(tangent: TangentModel, batches: Iterable[Any]) -> Probe:
     return Probe(n, f[0, ..., 0].numel(), f.shape[-1], tangent.layout.size, first)
 
 
+@torch.inference_mode(False)
 def accumulate(
     structure: Any,
     tangent: TangentModel,

@@ -40,6 +40,9 @@ class Prediction:
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise InvalidValue(f"link must be one of {LINKS}, got {self.link!r}")
+        if self.outputs is None:  # raise for a pair that has no rule now, not when the mean is read
+            c = self.f_mean.shape[-1]
+            closed_form(self.likelihood, self.link, self.f_mean.new_zeros(1, c), torch.eye(c).to(self.f_mean)[None])
 
     # -- outputs f ------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ LARGEST = 128  # examples run at once: more only leave the caches
 MANY = 512  # outputs past which predictions are draws, not covariances
 
 
+@torch.inference_mode(False)
 def predict(
     tangent: TangentModel,
     posterior: Gaussian,

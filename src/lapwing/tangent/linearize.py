@@ -39,6 +39,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
+@torch.inference_mode(False)
 def linearize(
     model: nn.Module, subset: Any = "all", *, forward: Forward | None = None, example: Any = None
 ) -> TangentModel:
@@ -150,6 +151,7 @@ class TangentModel:
 
     def apply(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
         """f(x, θ): the network itself, not linearized, at any weights."""
+        x = tree.map_tensors(lambda t: t.clone() if t.is_inference() else t, x)  # those cannot be differentiated by
         buffers = {n: self.constants[n].clone() for n in self.buffers}  # a pass may move its buffers
         tensors = {f"model.{n}": t for n, t in {**self.constants, **buffers, **self.embed(params)}.items()}
         out = functional_call(Swapped(self.model, self.forward), tensors, (x,))
@@ -213,11 +215,24 @@ class TangentModel:
 
     # -- products with the Jacobian -------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def vjp(self, x: Any, u: Tensor) -> dict[str, Tensor]:
         with evaluating(self.model), plain_kernels():
-            _, pull = vjp(lambda p: self.apply(p, x), self.params)
-            return pull(u)[0]
+            leaves, grads = self._pullback(x, lambda _: u)
+        return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), grads, strict=True)}
 
+    def _pullback(self, x: Any, cotangent: Callable[[Tensor], Tensor]) -> tuple[dict[str, Tensor], Any]:
+        """Jᵀu by plain autograd, which takes every network; differentiable in u where u requires grad."""
+        with torch.enable_grad():
+            leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
+            out = self.apply(leaves, x)
+            u = cotangent(out)
+            if not out.requires_grad:
+                return leaves, (None,) * len(leaves)
+            grads = torch.autograd.grad(out, list(leaves.values()), u, create_graph=u.requires_grad, allow_unused=True)
+            return leaves, grads
+
+    @torch.inference_mode(False)
     def jvp(self, x: Any, v: Mapping[str, Tensor]) -> Tensor:
         """Forward mode; where a kernel lacks it, the same by unfused kernels, or by two reverse passes."""
         routes: dict[str, Callable[[Any, Mapping[str, Tensor]], Tensor]] = {
@@ -243,10 +258,18 @@ class TangentModel:
 
     def _double_vjp(self, x: Any, v: Mapping[str, Tensor]) -> Tensor:
         """J v as the derivative of u ↦ Jᵀu, which is linear, pulled back by v."""
+        held: list[Tensor] = []
+
+        def zero(out: Tensor) -> Tensor:
+            held.append(torch.zeros_like(out, requires_grad=True))
+            return held[0]
+
         with evaluating(self.model), plain_kernels(onednn=False):
-            out, pull = vjp(lambda p: self.apply(p, x), self.params)
-            _, pull_again = vjp(lambda u: pull(u)[0], torch.zeros_like(out))
-            return pull_again(dict(v))[0]
+            leaves, grads = self._pullback(x, zero)
+            used = [(g, v[n]) for n, g in zip(leaves, grads, strict=True) if g is not None and g.requires_grad]
+            if not used:
+                return torch.zeros_like(held[0])
+            return torch.autograd.grad([g for g, _ in used], held[0], [t for _, t in used])[0]
 
     # -- rows of the Jacobian -------------------------------------------------------------------------------------
 
@@ -258,6 +281,7 @@ class TangentModel:
         rows = self.pulled(x, u.expand(len(f), *u.shape))
         return rows.reshape(*f.shape, -1)
 
+    @torch.inference_mode(False)
     def pulled(self, x: Any, u: Tensor, names: tuple[str, ...] | None = None) -> Tensor:
         """uᵀJ(x_n) for the cotangents of each example: u (n, k, ..., c) -> (n, k, p), for some parameters only
         if `names` says so."""
