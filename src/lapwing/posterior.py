@@ -36,7 +36,8 @@ class Gaussian:
     @property
     def jitter(self) -> float:
         """What the factorizations so far had to add to the diagonal (0 unless a warning said so)."""
-        return float(getattr(self.precision, "cache", {}).get("jitter", 0.0))
+        operators = getattr(self.precision, "parts", (self.precision,))
+        return max(float(getattr(op, "cache", {}).get("jitter", 0.0)) for op in operators)
 
 
 def curvature(state: State, likelihood: Any) -> Any:

@@ -134,8 +134,7 @@ class Kronecker:
 
     def scaling(self) -> Tensor:
         """D^-½ as (b, o, i) where D is not uniform, else 1; without gradient."""
-        assert self.diag is not None
-        if self.diag.uniform:
+        if all(index is None for index in self.pattern):
             return torch.ones((), dtype=self.b.dtype, device=self.b.device)
         u, e = (t.detach() for t in self.separated)
         return u.rsqrt().unsqueeze(-1) * e.rsqrt().unsqueeze(-2)
