@@ -70,7 +70,10 @@ def test_logdet_is_differentiable_in_a_mixed_output_factor(kind: str, diagonal_i
     values = normal(seed + 5, 1 if kind == "uniform" else 2).exp().requires_grad_()
     d = Diagonal(values, o * i, index[kind])
     B = torch.einsum("h,hoq->oq", w, each)
-    value = linalg.logdet(linalg.shift(Kronecker(a[None], B[None], scalar(0.4)), d))
+    op = linalg.shift(Kronecker(a[None], B[None], scalar(0.4)), d)
+    with torch.no_grad():
+        linalg.logdet(op)  # what it keeps must not lose the gradient
+    value = linalg.logdet(op)
     M = 0.4 * torch.kron(B, a.diag() if diagonal_inputs else a) + d.dense().diag()
     close(value, torch.logdet(M))
     for ours, theirs in zip(
@@ -226,6 +229,15 @@ def test_blocks_take_their_own_part_of_a_prior() -> None:
         close(linalg.solve(linalg.shift(op, d), normal(4, 3, 8)), normal(4, 3, 8) @ torch.linalg.inv(M))
     with pytest.raises(Unsupported, match="structure='diag'"):
         linalg.logdet(linalg.shift(op, element_wise(torch.arange(1.0, 9))))
+
+
+def test_blocks_under_a_prior_for_each_weight() -> None:
+    where, d = (torch.tensor([2, 0]), torch.tensor([4, 1, 3])), element_wise(torch.arange(1.0, 6))
+    op, dense = Blocks((Dense(gram(0, 2, 2)), Dense(gram(1, 2, 3))), where), torch.zeros(5, 5, dtype=torch.float64)
+    for index, block in zip(where, (gram(0, 2, 2), gram(1, 2, 3)), strict=True):
+        dense[index.unsqueeze(-1), index] = block
+    close(linalg.to_dense(linalg.shift(op, d)), dense + d.dense().diag())
+    close(linalg.logdet(linalg.shift(op, d)), torch.logdet(dense + d.dense().diag()))
 
 
 def test_a_jitter_in_any_block_is_reported() -> None:
