@@ -18,10 +18,11 @@ from torch.utils.data import Dataset
 from lapwing import api, tree
 from lapwing import data as loading
 from lapwing.doctor.checks import loader_checks, model_checks, tied, value_checks
-from lapwing.doctor.outputs import dead_checks, likelihood_checks, output_checks, slope, training_checks
+from lapwing.doctor.outputs import likelihood_checks, output_checks
 from lapwing.doctor.plan import Plan, draw_up, free_memory
 from lapwing.doctor.reading import Sample, read
 from lapwing.doctor.report import Cost, Finding, Report, size
+from lapwing.doctor.training import dead_checks, slope, training_checks
 from lapwing.errors import InvalidValue, LapwingError
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel, linearize
@@ -110,15 +111,15 @@ class _Visit:
     # -- stages ---------------------------------------------------------------------------------------------------
 
     def examine(self, batches: Any) -> None:
-        self.findings += model_checks(self.model, self.wrapped)
+        self.findings += self.attempt("model", lambda: list(model_checks(self.model, self.wrapped))) or []
         if batches is not None:
             self.sample = self.attempt("data", lambda: read(batches, self.device))
-        if self.sample is None:
+        if (sample := self.sample) is None:
             return
-        self.findings += loader_checks(batches, self.sample)
-        self.findings += value_checks(self.sample.spread)
+        self.findings += self.attempt("loader", lambda: list(loader_checks(batches, sample))) or []
+        self.findings += value_checks(sample.spread)
         if not self.failed():
-            self._run(self.sample)
+            self._run(sample)
 
     def _run(self, sample: Sample) -> None:
         x = sample.first[0]
@@ -133,7 +134,8 @@ class _Visit:
             return
         f, x = self.outputs[0], sample.spread[0][0]
         self.findings += self.attempt("model", lambda: list(output_checks(tangent, f, x))) or []
-        self.findings += likelihood_checks(self.model, self.likelihood, self.outputs, sample)
+        checks = lambda: list(likelihood_checks(self.model, self.likelihood, self.outputs, sample))  # noqa: E731
+        self.findings += self.attempt("likelihood", checks) or []
         if not self.failed("outputs", "targets"):
             self.findings += self.attempt("gradient", lambda: self._gradients(tangent, sample)) or []
         if not self.failed("outputs", "targets", "gradient"):
@@ -177,6 +179,8 @@ class _Visit:
         )
 
     def _say_memory(self, plan: Plan) -> None:
+        for name, text in plan.failures.items():
+            self.findings.append(Finding("warning", "plan", f"{name} failed on the first batch with {text}"))
         large = [name for name, cost in plan.costs.items() if not cost.fits]
         if not plan.costs[plan.choice].fits:
             least = plan.costs[plan.choice].memory

@@ -49,6 +49,9 @@ def model_checks(model: nn.Module, compiled: bool = False) -> Iterator[Finding]:
         what = type(model).__name__
         yield Finding("error", "parameters", f"{what} has no parameters; there is nothing to be Bayesian about")
         return
+    meta = [n for n, p in parameters.items() if p.is_meta]
+    if meta:
+        yield Finding("error", "parameters", f"{named(meta)} lie on the meta device and hold no values; load weights")
     yield from _values(model)
     yield from _kinds(model, parameters)
     yield from _modes(model, compiled)
@@ -58,7 +61,8 @@ def model_checks(model: nn.Module, compiled: bool = False) -> Iterator[Finding]:
 
 def _values(model: nn.Module) -> Iterator[Finding]:
     for what, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        bad = [n for n, t in tensors if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+        found = [(n, t) for n, t in tensors if t.is_floating_point() and not t.is_meta]
+        bad = [n for n, t in found if not bool(torch.isfinite(t).all())]
         if bad:
             message = f"{what} {named(bad)} holds NaN or infinite values; train again, or load a sound checkpoint"
             yield Finding("error", "weights", message)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 WIDTH = 100
 SEVERITIES = ("error", "warning", "note", "ok")  # in the order in which they are printed
+UNITS = "fit and tune in gradient epochs, predict in gradient passes over 1,000 inputs"
 SHOWN = 16  # parameters printed before the rest is folded
 
 
@@ -30,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a structure would take. NaN where the number of examples is unknown."""
+    """What a structure would take; `tune` is NaN where the number of examples is unknown."""
 
     memory: int  # bytes at the peak of fit, tune and predict
     fit: float  # gradient epochs
@@ -94,7 +95,7 @@ class Report:
         if not self.plan:
             return []
         epoch = f"; a gradient epoch takes about {seconds(self.epoch)} here" if self.epoch == self.epoch else ""
-        lines = [f"Plan: within {size(self.limit)}{epoch}"]
+        lines = [f"Plan: within {size(self.limit)}{epoch}", f"  {UNITS}"]
         lines += [f"  {line}" for line in table(plan_rows(self), right=(1, 2, 3, 4))]
         return [*lines, ""]
 
@@ -111,7 +112,7 @@ def ordered(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def plan_rows(report: Report) -> list[list[str]]:
-    rows = [["structure", "peak memory", "fit, epochs", "tune, epochs", "predict, passes", ""]]
+    rows = [["structure", "peak memory", "fit", "tune", "predict", ""]]
     for name, cost in report.plan.items():
         remark = cost.note if cost.fits else f"{cost.note}, too large"
         rows.append([name, size(cost.memory), *map(significant, (cost.fit, cost.tune, cost.predict)), remark])
@@ -128,15 +129,16 @@ def parameter_rows(report: Report) -> list[list[str]]:
             rows.append(_folded(report, [n for n in names if n not in set(shown)]))
         shape = report.shapes.get(name, ())
         rows.append([_cut(name, 40), "x".join(map(str, shape)) or "scalar", f"{math.prod(shape):,}"])
-        rows[-1].append(_cut(report.parameters[name], 34))
-    return rows
+        rows[-1].append(report.parameters[name])
+    room = WIDTH - 2 - sum(2 + max(len(row[j]) for row in rows) for j in range(3))
+    return [[*row[:3], _cut(row[3], room)] for row in rows]
 
 
 def _folded(report: Report, names: list[str]) -> list[str]:
     count = sum(math.prod(report.shapes.get(n, ())) for n in names)
     treatments = dict.fromkeys(report.parameters[n] for n in names)
     what = next(iter(treatments)) if len(treatments) == 1 else f"{len(treatments)} treatments: see .parameters"
-    return [f"... {len(names)} more", "", f"{count:,}", _cut(what, 34)]
+    return [f"... {len(names)} more", "", f"{count:,}", what]
 
 
 def _cut(text: str, width: int) -> str:

@@ -11,10 +11,12 @@ together (pieces are cut to the budget), so two small predictions with budgets i
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lapwing import tree
 from lapwing.curvature import Factor, Probe, State, accumulate
-from lapwing.doctor.outputs import log_prob_and_gradient
+from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.doctor.reading import Batch
+from lapwing.doctor.training import log_prob_and_gradient
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import condition
 from lapwing.predictive import predict
@@ -35,8 +38,9 @@ from lapwing.tangent import TangentModel
 
 QUICK = 0.15  # seconds that one kind of trial may take, about
 REPEAT = 3
-FEW = 8  # inputs of a small prediction
+FEW = 8  # examples of the first, smallest trial
 THOUSAND = 1000
+TWIN = 10**8  # parameters of a model that may be copied
 
 
 # -- clocks and ledgers --------------------------------------------------------------------------------------------
@@ -113,10 +117,29 @@ def counted(run: Callable[[], Any], known: Iterable[Tensor]) -> tuple[int, Any]:
 
 
 def gradient_seconds(tangent: TangentModel, likelihood: Likelihood, batch: Batch) -> float:
-    """Of one example, in a batch like this one."""
+    """Of one example, in a batch like this one, as in training: on a twin of the model, where it can be copied."""
     x, y = batch
-    log_prob_and_gradient(tangent, likelihood, x, y)
-    return seconds(lambda: log_prob_and_gradient(tangent, likelihood, x, y), tangent.device) / len(y)
+
+    def slowly() -> Any:
+        return log_prob_and_gradient(tangent, likelihood, x, y)
+
+    def plainly() -> Any:
+        with torch.enable_grad():
+            f = tangent.forward(twin, x)
+            value = likelihood.log_prob(flat_outputs(f), flat_targets(f, y)).sum()
+            return torch.autograd.grad(value, weights, allow_unused=True)
+
+    run = plainly
+    try:
+        if sum(p.numel() for p in tangent.model.parameters()) > TWIN:
+            raise MemoryError
+        twin = copy.deepcopy(tangent.model).eval()
+        weights = [p for p in twin.parameters() if p.requires_grad]
+        plainly()
+    except Exception:  # a model that is too large or odd to be copied, or whose parameters are all frozen
+        run = slowly
+        run()
+    return seconds(run, tangent.device) / len(y)
 
 
 def forward_seconds(tangent: TangentModel, x: Any, n: int) -> float:
@@ -131,21 +154,39 @@ class FitTrial:
     state: State
     once: float  # seconds that a fit takes beside its batches
     example: float  # seconds of an example in a batch
-    peak: int  # bytes of a fit of one batch of this size
+    peak: int  # bytes of a fit of one batch of `examples`
+    examples: int
 
 
 def try_fit(
     structure: Any, tangent: TangentModel, likelihood: Likelihood, factor: Factor, seen: Probe, batch: Batch
 ) -> FitTrial:
-    def fit(batches: int) -> State:
-        return accumulate(structure, tangent, likelihood, [batch] * batches, factor, seen=seen)
+    """Fit a batch, or as much of it as there is time for."""
 
+    def fit(some: Batch, batches: int) -> State:
+        here = replace(seen, n=batches * len(some[1]))
+        return accumulate(structure, tangent, likelihood, [some] * batches, factor, seen=here)
+
+    x, y = batch
+    if tangent.separable(x):
+        n = _affordable(
+            lambda n: fit((tree.rows_of(x, slice(0, n)), y[:n]), 1), min(FEW, len(y)), len(y), tangent.device
+        )
+        batch = tree.rows_of(x, slice(0, n)), y[:n]
     n = len(batch[1])
-    peak, state = counted(lambda: fit(1), _known(tangent, batch))
-    one = seconds(lambda: fit(1), tangent.device)
-    two = seconds(lambda: fit(2), tangent.device)
+    peak, state = counted(lambda: fit(batch, 1), _known(tangent, batch))
+    one = seconds(lambda: fit(batch, 1), tangent.device)
+    two = seconds(lambda: fit(batch, 2), tangent.device)
     each = max(two - one, 0.1 * one)
-    return FitTrial(state, max(one - each, 0.0), each / n, peak)
+    return FitTrial(state, max(one - each, 0.0), each / n, peak, n)
+
+
+def _affordable(run: Callable[[int], Any], few: int, most: int, device: torch.device) -> int:
+    """How many examples a trial has the time for: from a few on, four times as many while that is quick."""
+    n = few
+    while n < most and seconds(partial(run, n), device, 1) < QUICK / 2:
+        n = min(most, 4 * n)
+    return n
 
 
 # -- a prediction --------------------------------------------------------------------------------------------------
@@ -154,33 +195,36 @@ def try_fit(
 @dataclass(frozen=True)
 class PredictTrial:
     thousand: float  # seconds for 1,000 inputs
-    peak: int  # bytes for 1,000 inputs, what comes out among them
+    work: int  # bytes while a piece of the inputs is run
+    handed_out: int  # bytes of what comes out, and of its copies on the way
 
 
-def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int, quick: bool) -> PredictTrial:
+def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> PredictTrial:
     """Predict with a posterior whose eigenvectors are replaced by the identity's: they cost as much to use and
-    nothing to find. Inputs are run LARGEST at a time, so no more are needed to see a piece of that size."""
+    nothing to find. Inputs are run LARGEST at a time, so no more are needed to see a piece of that size; where there
+    is no time for so many, fewer, with a budget in proportion."""
     _pretend_decomposed(state)
     tangent = state.tangent
     prior = Gaussian(1.0).bind(state.layout, tangent.device)
     posterior = condition(state, prior, likelihood)
 
-    def run(n: int, share: int) -> Any:
+    def run(n: int) -> Any:
+        share = max(2**16, budget * n // LARGEST)
         return predict(tangent, posterior, likelihood, _tiled(x, n), memory_budget=share)
 
-    def bytes_of(n: int, share: int) -> tuple[int, int]:
-        peak, out = counted(lambda: run(n, share), _known(tangent, (x, None)))
+    def bytes_of(n: int) -> tuple[int, int]:
+        peak, out = counted(lambda: run(n), _known(tangent, (x, None)))
         return peak, sum(t.numel() * t.element_size() for t in (out.f_mean, out.covariance)) // n
 
-    few, _ = bytes_of(FEW, budget * FEW // LARGEST)
-    if quick:
-        work, each = bytes_of(LARGEST, budget)
-        took = seconds(lambda: run(LARGEST, budget), tangent.device) / LARGEST
-    else:
-        more, each = bytes_of(2 * FEW, budget * 2 * FEW // LARGEST)
-        work = few + (more - few) * (LARGEST - FEW) // FEW
-        took = seconds(lambda: run(2 * FEW, budget), tangent.device) / (2 * FEW)
-    return PredictTrial(took * THOUSAND, work + 4 * each * (THOUSAND - LARGEST))  # float64, joined, and as handed out
+    n = _affordable(run, 2, LARGEST, tangent.device)
+    took = seconds(lambda: run(n), tangent.device) / n
+    if took > QUICK:  # counting is slower still: a prediction's work stays within the budget
+        return PredictTrial(took * THOUSAND, budget // 2, 0)
+    work, each = bytes_of(n)
+    if 2 < n < LARGEST:
+        less, _ = bytes_of(n // 2)
+        work += (work - less) * (LARGEST - n) // (n - n // 2)
+    return PredictTrial(took * THOUSAND, work, 4 * each * (THOUSAND - LARGEST))  # float64, joined, and as handed out
 
 
 def _pretend_decomposed(state: State) -> None:

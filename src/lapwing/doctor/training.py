@@ -1,0 +1,190 @@
+"""Is the network trained, and does every parameter do something?
+
+At a mode of the posterior the gradient of the log-likelihood balances the prior's, Σ_n ∂ log p_n = λ θ; so
+
+    weight decay = ⟨ḡ, θ⟩ / ‖θ‖²     ḡ = mean_n ∂ log p_n,   λ = N · weight decay
+
+and what is left of ḡ beside θ should be noise: a step along it, taken from half of the data, should not help the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing import tree
+from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.doctor.checks import named, plural
+from lapwing.doctor.outputs import ENOUGH
+from lapwing.doctor.reading import Batch, Sample
+from lapwing.doctor.report import Finding
+from lapwing.likelihoods import Likelihood
+from lapwing.tangent import TangentModel
+from lapwing.tangent.kernels import plain_kernels
+from lapwing.tangent.linearize import evaluating
+
+UNTRAINED = 0.025  # share of what a network learned that one more step would add, if it has far to go
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Gradients of the mean log-likelihood over two halves of the examples, flat (p,), and the fit itself."""
+
+    parts: tuple[tuple[Batch, ...], ...]
+    halves: tuple[Tensor, ...]
+    log_prob: float  # of an example
+    examples: int
+
+    @property
+    def mean(self) -> Tensor:
+        return torch.stack(self.halves).mean(0)
+
+
+def slope(tangent: TangentModel, likelihood: Likelihood, batches: tuple[Batch, ...]) -> Slope:
+    """Every other example into each half, so that sorted data do not come out as a trend."""
+    parts = tuple(part for part in _halves(tangent, batches) if part)
+    halves, total, count = [], 0.0, 0
+    for part in parts:
+        grads, examples = torch.zeros_like(tangent.theta, dtype=torch.float64), 0
+        for x, y in part:
+            log_prob, grad = log_prob_and_gradient(tangent, likelihood, x, y)
+            grads += grad.double()
+            total, examples = total + float(log_prob), examples + len(y)
+        halves.append(grads / examples)
+        count += examples
+    return Slope(parts, tuple(halves), total / max(1, count), count)
+
+
+def _halves(tangent: TangentModel, batches: tuple[Batch, ...]) -> tuple[tuple[Batch, ...], ...]:
+    if all(tangent.separable(x) for x, _ in batches):
+        cuts = [slice(k, None, 2) for k in (0, 1)]
+        return tuple(tuple((tree.rows_of(x, cut), y[cut]) for x, y in batches if len(y) > 1) for cut in cuts)
+    return batches[0::2], batches[1::2]
+
+
+def gain(tangent: TangentModel, likelihood: Likelihood, found: Slope, decay: float) -> float | None:
+    """What the best step along the gradient of one half would add to the mean log-posterior of the other half.
+
+    With r the first half's gradient beside the prior's and H the curvature: ⟨r, g⟩² / 2rᵀHr where ⟨r, g⟩ > 0, else 0.
+    """
+    if len(found.halves) < 2 or found.examples < ENOUGH:
+        return None
+    theta, decay = tangent.theta.double(), max(decay, 0.0)
+    r, g = (half - decay * theta for half in found.halves)
+    rise = float(r @ g)
+    step = 1e-3 * float(theta.norm()) / max(float(r.norm()), torch.finfo(torch.float64).tiny)
+    moved = tangent.layout.unflatten((theta + step * r).to(tangent.dtype))
+    bend, examples = decay * float(r @ r), sum(len(y) for _, y in found.parts[1])
+    weights = likelihood.curvature_weights("exact")
+    for x, y in found.parts[1]:
+        with torch.no_grad(), evaluating(tangent.model), plain_kernels():
+            raw, other = (tangent.apply(p, x) for p in (tangent.params, moved))
+        f, away, targets = flat_outputs(raw).double(), flat_outputs(other).double(), flat_targets(raw, y)
+        turned = likelihood.score(f, targets) - likelihood.score(away, targets)  # Λ (away − f), to first order
+        bend += float(((away - f) * turned * weights.to(f)).sum()) / (step**2 * examples)
+    return rise**2 / (2 * bend) if rise > 0 and bend > 0 else 0.0
+
+
+def log_prob_and_gradient(tangent: TangentModel, likelihood: Likelihood, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ log p(y | f(x, θ)) and its gradient, (p,)."""
+    value, grads = differentiated(tangent, x, lambda f: likelihood.log_prob(flat_outputs(f), flat_targets(f, y)).sum())
+    return value, tangent.layout.flatten(grads)
+
+
+def differentiated(
+    tangent: TangentModel, x: Any, objective: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """An objective of the outputs, and its gradient, by plain autograd on copies of the weights: what training does."""
+    leaves = {n: t.detach().requires_grad_() for n, t in tangent.params.items()}
+    with torch.enable_grad(), evaluating(tangent.model), plain_kernels():
+        value = objective(tangent.apply(leaves, x))
+        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
+    return value.detach(), dict(zip(leaves, filled, strict=True))
+
+
+def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope, sample: Sample) -> Iterator[Finding]:
+    theta, mean = tangent.theta.double(), found.mean
+    norm, size = float(mean.norm()), float(theta.norm())
+    if not math.isfinite(norm):
+        yield Finding("error", "training", "the gradient of the log-likelihood is not finite; check weights and inputs")
+        return
+    decay = float(mean @ theta) / max(size**2, torch.finfo(torch.float64).tiny)
+    precision = "" if sample.n is None else f" (prior precision {decay * sample.n:.3g} for {sample.n:,} examples)"
+    balance = f"it would balance a weight decay of {decay:.2g}{precision}"
+    if decay <= 0:
+        balance = "no weight decay would balance it, since it points away from zero"
+    what = (
+        f"mean log-likelihood {found.log_prob:.3g}, its mean gradient has norm {norm:.2g} (weights {size:.3g}) over "
+        f"{plural(found.examples, 'example')}; {balance}"
+    )
+    flat = _constant_fit(likelihood, sample)
+    more = gain(tangent, likelihood, found, decay)
+    if flat is not None and found.log_prob < flat:
+        message = (
+            f"{what}. A constant prediction would reach {flat:.3g}: the network is not trained, or is evaluated on "
+            "other data or with another likelihood than in training; a Laplace approximation needs a minimum"
+        )
+        yield Finding("warning", "training", message)
+    elif flat is not None and more is not None and more > UNTRAINED * (found.log_prob - flat):
+        message = (
+            f"{what}. One step along the gradient of half the examples would add {more:.2g} to the mean log-likelihood "
+            f"of the other half (a constant prediction: {flat:.3g}), so there is far to go to a minimum; train on"
+        )
+        yield Finding("warning", "training", message)
+    else:
+        yield Finding("ok", "training", what)
+
+
+def _constant_fit(likelihood: Likelihood, sample: Sample) -> float | None:
+    """The mean log-likelihood, an example, of the best prediction that ignores the input."""
+    y = torch.cat([y.reshape(-1, y.shape[-1]) if y.ndim > 1 else y for _, y in sample.spread])
+    n = sum(len(t) for _, t in sample.spread)
+    if n < ENOUGH:
+        return None
+    if likelihood.name == "categorical":
+        p = torch.bincount(y.reshape(-1).long()).double() / y.numel()
+        return float((p[p > 0] * p[p > 0].log()).sum()) * y.numel() / n
+    if likelihood.name == "bernoulli":
+        f = torch.logit(y.double().mean(0).clamp(1e-6, 1 - 1e-6)).expand(len(y), -1)
+        return float(likelihood.log_prob(f, y).sum()) / n
+    if likelihood.name == "gaussian":
+        return float(likelihood.log_prob(y.double().mean(0).expand(len(y), -1), y.double()).sum()) / n
+    return None
+
+
+def dead_checks(tangent: TangentModel, f: Tensor, x: Any) -> Iterator[Finding]:
+    """Parameters that no output depends on, by one backward pass of random cotangents."""
+    u = torch.randn(f.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(f)
+    _, pulled = differentiated(tangent, x, lambda f: (f * u).sum())
+    silent = [n for n, g in pulled.items() if not bool(g.any())]
+    if silent:
+        message = (
+            f"{named(silent)} move no output on {plural(len(f), 'example')} (unused, or behind dead units); their "
+            "posterior is the prior: freeze them with requires_grad_(False) to leave them out"
+        )
+        yield Finding("warning", "dead", message)
+    units = _dead_units(tangent, {n: g for n, g in pulled.items() if n not in silent})
+    if units:
+        shown = [f"{n} ({k} of {m})" for n, (k, m) in units.items()]
+        message = (
+            f"units without any gradient on {plural(len(f), 'example')}: {named(shown)}; their posterior is the prior"
+        )
+        yield Finding("note", "dead", message)
+
+
+def _dead_units(tangent: TangentModel, pulled: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
+    out = {}
+    for name, g in pulled.items():
+        owner = tangent.model.get_submodule(name.rpartition(".")[0])
+        if g.ndim < 2 or name in tangent.layout.masks or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+            continue  # an embedding's rows are silent wherever their token did not occur
+        dead = int((~g.flatten(1).any(1)).sum())
+        if dead:
+            out[name] = dead, g.shape[0]
+    return out
