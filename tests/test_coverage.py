@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 import lapwing as lw
 from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Gaussian
 from lapwing.operators import linalg
 
 N = 6
@@ -302,6 +303,31 @@ class OwnDerivative(nn.Module):
         return self.last(Straight.apply(self.fc(x)))
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.rnn, self.last = kind(3, 2, batch_first=batch_first), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.rnn(x if self.batch_first else x.transpose(0, 1))[0]
+        return self.last(out[:, -1] if self.batch_first else out[-1])
+
+
+class NoRules(nn.Module):
+    """Modules of torch without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act = nn.ConvTranspose1d(2, 3, 2, stride=2), nn.PReLU(3)
+        self.bag, self.both, self.last = nn.EmbeddingBag(4, 2), nn.Bilinear(6, 2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.up(x.reshape(-1, 2, 2))).mean(-1)
+        bag = self.bag((x > 0).long().sum(-1, keepdim=True) % 4)
+        return self.last(torch.tanh(self.both(torch.cat([h, h.sin()], -1), bag)))
+
+
 def weight_normed() -> nn.Module:
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     torch.nn.utils.parametrizations.weight_norm(net[0])
@@ -320,7 +346,6 @@ class Case:
     x: Tensor
     says: dict[str, str] = field(default_factory=dict)  # what coverage says of some parameters, under kron
     subset: Any = "all"
-    slow: bool = False  # rows are made one example at a time, with a warning
 
 
 ids = torch.randint(5, (N, 4), generator=torch.Generator().manual_seed(3))
@@ -418,7 +443,27 @@ CASES = {
             "0.parametrizations.weight.original0": "exact block, generic: ParametrizationList has no rule for it",
         },
     ),
-    "checkpointed": Case(Checkpointed, vectors, {"body.0.weight": KRON}, slow=True),
+    "an LSTM": Case(
+        lambda: Recurrent(nn.LSTM, True),
+        numbers(N, 3, 3),
+        {"rnn.weight_ih_l0": "exact block, generic: LSTM has no rule for it", "last.weight": KRON},
+    ),
+    "a GRU, batch in dimension 1": Case(
+        lambda: Recurrent(nn.GRU, False),
+        numbers(N, 3, 3),
+        {"rnn.bias_hh_l0": "exact block, generic: GRU has no rule for it", "last.weight": KRON},
+    ),
+    "modules of torch without a rule": Case(
+        NoRules,
+        vectors,
+        {
+            "up.weight": "exact block, generic: ConvTranspose1d has no rule for it",
+            "act.weight": "exact block, generic: PReLU has no rule for it",
+            "bag.weight": "exact block, generic: EmbeddingBag has no rule for it",
+            "both.weight": "exact block, generic: Bilinear has no rule for it",
+        },
+    ),
+    "checkpointed": Case(Checkpointed, vectors, {"body.0.weight": KRON}),
     "a derivative of its own": Case(OwnDerivative, vectors, {"fc.weight": KRON}),
     "train mode, dropout and batch norm": Case(
         with_dropout_and_norm, vectors, {"0.weight": KRON, "1.weight": "exact block (BatchNorm1d rule)"}
@@ -449,7 +494,7 @@ def selected(net: nn.Module, subset: Any) -> Tensor:
 def fit(net: nn.Module, x: Any, structure: Any, **options: Any) -> Any:
     with torch.no_grad():
         y = torch.zeros_like(copy.deepcopy(net).eval()(x))
-    return lw.laplace(net, (x, y), lw.likelihoods.Gaussian(noise=0.5), structure=structure, **options)
+    return lw.laplace(net, (x, y), Gaussian(noise=0.5), structure=structure, **options)
 
 
 def curvature(la: Any) -> tuple[Any, Tensor]:
@@ -481,6 +526,7 @@ def holds(net: nn.Module, x: Any, jacobian: Any, subset: Any = "all", **options:
     return la.coverage
 
 
+@pytest.mark.filterwarnings("ignore:this network cannot be batched over examples")
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_dropped(name: str, jacobian: Any) -> None:
     case = CASES[name]
@@ -762,7 +808,31 @@ def test_a_compiled_model(how: str, jacobian: Any) -> None:
 
 def fit_compiled(net: nn.Module, structure: str) -> Any:
     y = torch.zeros(N, 2, dtype=torch.float64)
-    return lw.laplace(net, (vectors, y), lw.likelihoods.Gaussian(noise=0.5), structure=structure)
+    return lw.laplace(net, (vectors, y), Gaussian(noise=0.5), structure=structure)
+
+
+@pytest.mark.parametrize("structure", ["diag", "block", "kron"])
+def test_the_order_of_channels_in_memory_does_not_matter(structure: str) -> None:
+    convs = nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.BatchNorm2d(6), nn.Tanh(), nn.Conv2d(6, 3, 2, stride=2)
+    net = nn.Sequential(*convs, nn.Flatten(), nn.Linear(12, 2)).double()
+    x, last = numbers(N, 4, 5, 4), torch.channels_last
+    other = copy.deepcopy(net).to(memory_format=last)
+    one, two = fit(net, x, structure), fit(other, x.contiguous(memory_format=last), structure)
+    close(curvature(two)[1], curvature(one)[1])
+    close(two.predict(x.contiguous(memory_format=last)).covariance, one.predict(x).covariance)
+
+
+@pytest.mark.parametrize("structure", ["diag", "block", "kron"])
+def test_a_bfloat16_network_is_proved_and_summed_in_single_precision(structure: str) -> None:
+    net, y = network(CASES["train mode, dropout and batch norm"]), numbers(N, 2)
+    exact = fit(net, vectors, structure)
+    half = lw.laplace(
+        copy.deepcopy(net).bfloat16(), (vectors.bfloat16(), y.bfloat16()), Gaussian(0.5), structure=structure
+    )
+    assert half.coverage == exact.coverage
+    expected, found = curvature(exact)[1], curvature(half)[1]
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+    assert bool(torch.isfinite(half.predict(vectors.bfloat16()).covariance).all())
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron"])
