@@ -223,8 +223,7 @@ class Laplace:
         if n < 1:
             raise InvalidValue(f"draw gives at least 1 sample, asked for {n}")
         flat = self.posterior.draw(n, generator).to(self.tangent.dtype)
-        each = [self.tangent.embed(self.tangent.layout.unflatten(vector)) for vector in flat]
-        return {name: torch.stack([e[name] for e in each]) for name in self.tangent.layout.names}
+        return torch.func.vmap(lambda vector: self.tangent.embed(self.tangent.layout.unflatten(vector)))(flat)
 
     # -- saving ---------------------------------------------------------------------------------------------------
 

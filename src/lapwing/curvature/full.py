@@ -18,6 +18,7 @@ from lapwing import tree
 from lapwing.curvature.accumulate import Accumulator, Probe
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
+from lapwing.curvature.gram import add_gram, mirrored
 from lapwing.curvature.hessian import HessianSum
 from lapwing.curvature.layered import BUDGET
 from lapwing.curvature.parts import Part
@@ -29,7 +30,6 @@ from lapwing.operators import Dense, Diagonal, RootPlusDiagonal
 from lapwing.tangent import TangentModel
 
 ROWS = 2048  # rows gathered before they are multiplied
-PANEL = 768  # columns of the lower triangle multiplied at a time
 
 
 @dataclass(frozen=True)
@@ -133,19 +133,11 @@ class GramSum:
         self.held = []
         for g in range(self.groups):
             mine = rows if self.groups == 1 else rows[:, g :: self.groups]
-            _add_gram(self.gram[g], mine.reshape(-1, rows.shape[-1]))
+            add_gram(self.gram[g], mine.reshape(-1, rows.shape[-1]))
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         self.flush()
-        lower = self.gram.tril(-1)
-        return {"gram": lower + lower.mT + torch.diag_embed(self.gram.diagonal(dim1=-2, dim2=-1))}, ()
-
-
-def _add_gram(gram: Tensor, rows: Tensor) -> None:
-    """gram += rowsᵀ rows on and below the diagonal blocks: nearly half the multiplications."""
-    for start in range(0, gram.shape[0], PANEL):
-        stop = start + PANEL
-        gram[start:, start:stop].addmm_(rows[:, start:].mT, rows[:, start:stop])
+        return {"gram": mirrored(self.gram)}, ()
 
 
 class DualRows:

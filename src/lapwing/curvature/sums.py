@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.curvature.gram import mirrored
 from lapwing.curvature.parts import Part
-from lapwing.curvature.rules.view import mirrored
 
 
 def by_weight(g: Tensor, weights: int) -> list[Tensor]:
@@ -44,7 +44,7 @@ class KroneckerSum:
     def result(self) -> dict[str, Tensor]:
         b, _, i = self.shape
         a = self.b.new_zeros(b, i, i) if self.a is None else self.a  # None: called on the probe, on no batch
-        return {"A": mirrored(a), "B": self.b, "count": self.count}
+        return {"A": a if a.ndim == 2 else mirrored(a), "B": self.b, "count": self.count}
 
 
 def _add_outputs(total: Tensor, g: Tensor) -> None:

@@ -21,7 +21,8 @@ from lapwing.curvature import Factor, Full, Probe
 from lapwing.curvature.accumulate import flat_outputs
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover
-from lapwing.curvature.full import PANEL, ROWS
+from lapwing.curvature.full import ROWS
+from lapwing.curvature.gram import PANEL
 from lapwing.curvature.parts import Part
 from lapwing.doctor import trial
 from lapwing.doctor.reading import Batch, Sample

@@ -101,13 +101,18 @@ class Kronecker:
             if "eigenvectors" in self.cache:
                 l, m = self.cache["eigenvectors"][0], self.cache["eigenvectors"][2]
             else:
-                l = self.a if self.a.ndim == 2 else torch.linalg.eigvalsh(self.a)
-                m = torch.linalg.eigvalsh(self.b)
+                l = self.a if self.a.ndim == 2 else self._eigvalsh(self.a)
+                m = self._eigvalsh(self.b)
             l, first = linalg.clip(l, eps=self.eps)
             m, second = linalg.clip(m, eps=self.eps)
             self.cache["eigenvalues"] = m.unsqueeze(-1) * l.unsqueeze(-2)
             self.cache["clipping"] = {k: first[k] + second[k] for k in ("clipped",)}
         return self.cache["eigenvalues"]
+
+    def _eigvalsh(self, matrix: Tensor) -> Tensor:
+        """Eigenvalues in the precision that the factor was summed in: in float32 that is half the time."""
+        single = self.eps >= torch.finfo(torch.float32).eps
+        return torch.linalg.eigvalsh(matrix.float() if single else matrix).to(matrix)
 
     @cached_property
     def decomposition(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -18,15 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PANEL = 384  # columns of a lower triangle multiplied at a time
-
-
-def mirrored(lower: Tensor) -> Tensor:
-    """The symmetric matrices (..., i, i) of which `lower` holds the lower triangles; a diagonal (..., i) as it is."""
-    if lower.ndim == 2:
-        return lower
-    below = lower.tril(-1)
-    return below + below.mT + torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1))
+from lapwing.curvature.gram import add_gram
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +42,8 @@ class DenseInputs:
         """total (b, i, i) += Σ a aᵀ over data and positions (or of their mean), on and below the diagonal."""
         a = self.a.mean(1, keepdim=True) if sharing == "reduce" else self.a
         a = a.flatten(0, 1).transpose(0, 1).to(total)  # (b, n s, i)
-        for start in range(0, total.shape[-1], PANEL):
-            stop = start + PANEL
-            for one, rows in zip(total, a, strict=True):
-                one[start:, start:stop].addmm_(rows[:, start:].mT, rows[:, start:stop])
+        for one, rows in zip(total, a, strict=True):
+            add_gram(one, rows)
 
     def outer(self, g: Tensor) -> Tensor:
         """Gradients of each example, (k, n, b, o, i)."""

@@ -1,0 +1,22 @@
+"""Sums of Gram matrices, G += RᵀR, kept as lower triangles: nearly half the multiplications."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+PANEL = 512  # columns multiplied at a time
+
+
+def add_gram(total: Tensor, rows: Tensor) -> None:
+    """total (p, p) += rowsᵀ rows for rows (m, p), on and below the diagonal blocks; above them it means nothing."""
+    for start in range(0, total.shape[0], PANEL):
+        stop = start + PANEL
+        total[start:, start:stop].addmm_(rows[:, start:].mT, rows[:, start:stop])
+
+
+def mirrored(lower: Tensor) -> Tensor:
+    """The symmetric matrices (..., p, p) of which `lower` holds the lower triangles."""
+    below = lower.tril()
+    out = below + below.mT
+    out.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    return out
