@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import lapwing as lw
-from lapwing.doctor import Finding, Report
+from lapwing.doctor import Cost, Finding, Report
 from lapwing.doctor.checks import model_checks
 from lapwing.doctor.needs import _state_bytes, survey
 from lapwing.doctor.plan import free_memory
@@ -434,6 +434,24 @@ def test_logits_are_no_probabilities(quick):
     assert "likelihood" not in topics(report, "error", "warning", "note")
 
 
+class Positive(Noisy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).exp()
+
+
+class Summing(Noisy):
+    """Rows that sum to one and are no probabilities."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.layer(x)
+        return f - f.mean(-1, keepdim=True) + 1 / 3
+
+
+@pytest.mark.parametrize("model", [Positive, Summing])
+def test_positive_outputs_and_rows_that_sum_to_one_are_not_yet_probabilities(quick, model):
+    assert "likelihood" not in topics(lw.doctor(model(), classes(), "categorical"), "error", "warning", "note")
+
+
 class Squashed(Noisy):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(self.layer(x))
@@ -712,6 +730,7 @@ def test_the_recommended_call_runs_and_treats_parameters_as_told(build, extra, s
     la = run(report, model=model, data=(x, y), **{"forward": None, **extra})
     assert str(la.state.structure) == structure
     assert report.parameters == la.coverage
+    assert la.tangent.custom_forward == ("forward" in extra)
     assert la.tuning is not None
     assert report.plan[structure].fits
 
@@ -790,9 +809,10 @@ def test_no_last_layer_no_row_for_it():
 
 
 @pytest.mark.parametrize("name", ["kron", "block", "diag"])
-def test_the_counted_state_is_the_state(name):
-    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5)).double()
-    x, y = torch.randn(30, 2, 3, 3, dtype=torch.float64), torch.randn(30, 5, dtype=torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_counted_state_is_the_state(name, dtype):
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5)).to(dtype)
+    x, y = torch.randn(30, 2, 3, 3, dtype=dtype), torch.randn(30, 5, dtype=dtype)
     tangent = lw.linearize(model)
     structure = lw.api.STRUCTURES[name]()
     state = lw.accumulate(structure, tangent, lw.likelihoods.Gaussian(), (x, y))
@@ -818,6 +838,13 @@ def test_a_structure_that_fails_its_trial_is_named_and_another_is_recommended(mo
     assert "structure='full'" in report.recommendation
 
 
+def test_a_problem_with_errors_has_a_plan_but_no_call():
+    report = lw.doctor(nn.Sequential(net(), nn.Softmax(-1)), classes(), "categorical")
+    assert not report.ok
+    assert report.plan
+    assert report.recommendation == ""
+
+
 def test_the_ledger_counts_what_is_alive():
     known = torch.zeros(1_000, dtype=torch.float64)
 
@@ -833,10 +860,15 @@ def test_the_ledger_counts_what_is_alive():
     assert out.shape == (8, 100)
 
 
-def test_the_clock_takes_the_least_of_a_few_runs():
+@pytest.mark.parametrize(
+    ("took", "least", "runs"), [((0.05, 0.01, 0.03, 0.02, 0.02, 0.04), 0.01, 6), ((0.9, 0.1), 0.9, 1)]
+)
+def test_the_clock_takes_the_least_of_a_few_runs_and_one_of_a_slow_one(monkeypatch, took, least, runs):
+    ticks = iter([t for i in range(len(took)) for t in (sum(took[:i]), sum(took[: i + 1]))])
+    monkeypatch.setattr(sys.modules["lapwing.doctor.trial"].time, "thread_time", lambda: next(ticks))
     calls: list[int] = []
-    assert timed(lambda: calls.append(1), torch.device("cpu")) >= 0
-    assert 1 <= len(calls) <= 3
+    assert timed(lambda: calls.append(1), torch.device("cpu")) == pytest.approx(least)
+    assert len(calls) == runs
 
 
 def test_free_memory_is_a_number_of_bytes():
@@ -861,6 +893,13 @@ def test_a_report_fits_one_hundred_columns_and_says_everything():
         assert finding.message in " ".join(text.split())
     with pytest.raises(AttributeError):
         report.findings[0].severity = "ok"
+
+
+def test_long_names_and_remarks_are_cut_to_the_width():
+    names = {"block." * 20 + "weight": "exact block, generic: " + "because " * 20, "b": "exact"}
+    cost = Cost(10**9, 1.0, 2.0, 3.0, True, "a remark " * 20)
+    report = Report("t", (), {"kron": cost}, names, dict.fromkeys(names, (10, 20)), "lw.laplace()")
+    assert max(map(len, str(report).splitlines())) <= 100
 
 
 def test_a_notebook_gets_a_page_with_everything_escaped():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lapwing import data as loading
 from lapwing import tree
@@ -200,7 +200,7 @@ def loader_checks(batches: Any, sample: Sample) -> Iterator[Finding]:
 
 
 def _sampling(sampler: Any) -> Iterator[Finding]:
-    if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False) is True:
+    if getattr(sampler, "replacement", False) is True:
         message = (
             f"{type(sampler).__name__} draws examples with replacement, so some count twice and some not at all; fit "
             "on a loader that visits each example once"

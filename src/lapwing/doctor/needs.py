@@ -102,6 +102,11 @@ class Problem:
         return self.seen.parameters
 
     @property
+    def element(self) -> int:
+        """Bytes of a number in float32 or better."""
+        return torch.empty(0, dtype=torch.promote_types(self.tangent.dtype, torch.float32)).element_size()
+
+    @property
     def copies(self) -> int:
         """Bytes of the weights that the tangent model copies."""
         held = [*self.tangent.params.values(), *self.tangent.constants.values()]
@@ -147,7 +152,7 @@ def eigenvalues(n: int, rates: Rates) -> float:
 
 
 def eigenvectors(n: int, rates: Rates) -> float:
-    return (6 + 1300 / max(n, 1)) * n**3 * rates.product
+    return (5 + 1500 / max(n, 1)) * n**3 * rates.product
 
 
 def cholesky(n: int, rates: Rates) -> float:
@@ -174,8 +179,8 @@ def _primal(problem: Problem, rates: Rates) -> Need:
     lower = 0.5 + 0.5 * min(1.0, PANEL / p)  # the lower triangle, in panels
     passes = n * (rates.read + rates.gradient * (1 + k) / 3) + n * k * p * rates.element
     need = Need(
-        memory=matrix * (problem.weights + 4) + HEAP * min(problem.working, 12 * ROWS * p),
-        fit=passes + n * k * p**2 * lower * rates.product + 12 * p**2 * rates.element,
+        memory=matrix * problem.weights + max(matrix + HEAP * min(problem.working, 12 * ROWS * p), 3 * matrix),
+        fit=passes + n * k * p**2 * lower * rates.product + 8 * p**2 * rates.element,
         tune=eigenvalues(p, rates) + cholesky(p, rates) + _evaluations(problem, p, 1, rates),
         predict=new * (0.75 * p**2 * rates.product + p * rates.element) + trial.THOUSAND * rates.gradient,
         note="exact",
@@ -228,8 +233,10 @@ def _layered(name: str, problem: Problem, rates: Rates) -> Need:
     parts = [replace(part, kind=kind) for part, kind in zip(problem.parts, kinds, strict=True)]
     state = sum(_state_bytes(part, problem) for part in parts)
     transient = max((_transient_bytes(part) for part in parts), default=0)
-    vectors = sum(_factor_bytes(part) for part in parts)
-    tune = sum(_tune_seconds(part, rates) for part in parts) + _evaluations(problem, problem.size, len(parts), rates)
+    vectors = sum(_factor_bytes(part, problem) for part in parts)
+    tune = sum(_tune_seconds(part, problem, rates) for part in parts) + _evaluations(
+        problem, problem.size, len(parts), rates
+    )
     note = {"kron": "Kronecker factors", "block": "exact per layer", "diag": "exact diagonal"}[name]
     largest = max((part.size for part in parts if part.kind == "dense"), default=0)
     if state + transient + vectors > TRY or largest > TRY_DENSE:
@@ -261,15 +268,15 @@ def _kind(structure: Any, part: Part) -> str:
 def _state_bytes(part: Part, problem: Problem) -> int:
     b, o, i = part.shape
     h = problem.weights
-    return {"kron": 8 * b * (i**2 + h * o**2), "dense": 8 * h * part.size**2, "diagonal": 8 * h * part.size}.get(
-        part.kind, 0
-    )
+    kron = problem.element * b * (i**2 + h * o**2)  # summed in the model's precision, float32 at the least
+    return {"kron": kron, "dense": 8 * h * part.size**2, "diagonal": 8 * h * part.size}.get(part.kind, 0)
 
 
-def _factor_bytes(part: Part) -> int:
-    """Eigenvectors or a Cholesky factor, and the precision in their basis."""
+def _factor_bytes(part: Part, problem: Problem) -> int:
+    """Eigenvectors or a Cholesky factor, the precision in their basis, and factors made double."""
     b, o, i = part.shape
-    return {"kron": 8 * b * (i**2 + o**2 + o * i), "dense": 8 * part.size**2}.get(part.kind, 0)
+    copies = 1 if problem.element == 8 else 2
+    return {"kron": 8 * b * (copies * (i**2 + o**2) + o * i), "dense": 8 * part.size**2}.get(part.kind, 0)
 
 
 def _transient_bytes(part: Part) -> int:
@@ -278,11 +285,12 @@ def _transient_bytes(part: Part) -> int:
     return {"kron": 24 * b * max(i, o) ** 2, "dense": 24 * part.size**2}.get(part.kind, 0)
 
 
-def _tune_seconds(part: Part, rates: Rates) -> float:
+def _tune_seconds(part: Part, problem: Problem, rates: Rates) -> float:
     """Eigenvalues for the evidence, then what predictions need."""
     b, o, i = part.shape
     if part.kind == "kron":
-        return b * sum(eigenvalues(n, rates) + eigenvectors(n, rates) for n in (o, i))
+        single = 1.0 if problem.element == 8 else 0.7  # float32 saves less here than in products
+        return b * sum(single * eigenvalues(n, rates) + eigenvectors(n, rates) for n in (o, i))
     return eigenvalues(part.size, rates) + cholesky(part.size, rates) if part.kind == "dense" else 0.0
 
 

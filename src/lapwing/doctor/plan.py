@@ -18,7 +18,7 @@ from lapwing.curvature import BUDGET, Full
 from lapwing.doctor.needs import Need, Problem, Rates, measure, need, survey
 from lapwing.doctor.reading import Sample
 from lapwing.doctor.report import Cost
-from lapwing.doctor.trial import THOUSAND
+from lapwing.doctor.trial import THOUSAND, gradient_seconds
 from lapwing.errors import InvalidValue, LapwingError
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
@@ -50,7 +50,6 @@ def draw_up(
     working = BUDGET if budget is None else max(2**16, budget // 2)
     problem = survey(tangent, likelihood, sample, working)
     rates = measure(problem, sample)
-    unit = rates.gradient + rates.read
     names = NAMES if problem.counted else tuple(name for name in NAMES if name != "full (dual)")
     needs, failures = _needs(problem, rates, names)
     if last is not None and last.layout.size < tangent.layout.size:
@@ -61,6 +60,8 @@ def draw_up(
             needs["last_layer"] = replace(found[name], note=name.split()[0])
         else:
             failures["last_layer"] = more[name]
+    again = gradient_seconds(tangent, likelihood, problem.batch)  # before and after: the load of a machine varies
+    unit = min(rates.gradient, again) + rates.read
     costs = {name: _told(found, problem, unit, limit) for name, found in needs.items() if not math.isnan(found.memory)}
     if not costs:
         raise InvalidValue(f"no structure works: {'; '.join(f'{k}: {v}' for k, v in failures.items())}")

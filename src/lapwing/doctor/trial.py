@@ -36,8 +36,8 @@ from lapwing.predictive.pushforward import LARGEST
 from lapwing.priors import Gaussian
 from lapwing.tangent import TangentModel
 
-QUICK = 0.15  # seconds that one kind of trial may take, about
-REPEAT = 3
+QUICK = 0.2  # seconds that one kind of trial may take, about
+REPEAT = 6  # runs of a quick one
 FEW = 8  # examples of the first, smallest trial
 THOUSAND = 1000
 TWIN = 10**8  # parameters of a model that may be copied
@@ -168,17 +168,30 @@ def try_fit(
         return accumulate(structure, tangent, likelihood, [some] * batches, factor, seen=here)
 
     x, y = batch
+
+    def head(n: int) -> Batch:
+        return (tree.rows_of(x, slice(0, n)), y[:n]) if n < len(y) else batch
+
+    n = len(y)
     if tangent.separable(x):
-        n = _affordable(
-            lambda n: fit((tree.rows_of(x, slice(0, n)), y[:n]), 1), min(FEW, len(y)), len(y), tangent.device
-        )
-        batch = tree.rows_of(x, slice(0, n)), y[:n]
-    n = len(batch[1])
-    peak, state = counted(lambda: fit(batch, 1), _known(tangent, batch))
-    one = seconds(lambda: fit(batch, 1), tangent.device)
-    two = seconds(lambda: fit(batch, 2), tangent.device)
+        n = _affordable(lambda n: fit(head(n), 1), min(FEW, n), n, tangent.device)
+    some = head(n)
+    peak, state = counted(lambda: fit(some, 1), _known(tangent, batch))
+    one = seconds(lambda: fit(some, 1), tangent.device)
+    two = seconds(lambda: fit(some, 2), tangent.device)
     each = max(two - one, 0.1 * one)
-    return FitTrial(state, max(one - each, 0.0), each / n, peak, n)
+    once = max(one - each, 0.0)
+    if n < len(y):  # what a batch costs beside its examples weighs more in a small one
+        half = head(n // 2)
+        each = _grown(each, seconds(lambda: fit(half, 1), tangent.device) - once, n, len(y))
+        return FitTrial(state, once, each / len(y), peak, n)
+    return FitTrial(state, once, each / n, peak, n)
+
+
+def _grown(whole: float, half: float, n: int, most: int) -> float:
+    """Seconds of `most` examples at once, from those of n and of n/2: a line, held against the noise of clocks."""
+    slope = min(max((whole - half) / (n - n // 2), 0.2 * whole / n), whole / n)
+    return whole + slope * (most - n)
 
 
 def _affordable(run: Callable[[int], Any], few: int, most: int, device: torch.device) -> int:
@@ -216,15 +229,19 @@ def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> Pr
         peak, out = counted(lambda: run(n), _known(tangent, (x, None)))
         return peak, sum(t.numel() * t.element_size() for t in (out.f_mean, out.covariance)) // n
 
-    n = _affordable(run, 2, LARGEST, tangent.device)
-    took = seconds(lambda: run(n), tangent.device) / n
-    if took > QUICK:  # counting is slower still: a prediction's work stays within the budget
-        return PredictTrial(took * THOUSAND, budget // 2, 0)
+    n = _affordable(run, 4, LARGEST, tangent.device)
+    took = seconds(lambda: run(n), tangent.device)
+    piece = took
+    if n < LARGEST:
+        piece = _grown(took, seconds(lambda: run(n // 2), tangent.device), n, LARGEST)
+    thousand = piece / LARGEST * THOUSAND
+    if took > n * QUICK:  # counting is slower still: a prediction's work stays within the budget
+        return PredictTrial(thousand, budget // 2, 0)
     work, each = bytes_of(n)
-    if 2 < n < LARGEST:
+    if n < LARGEST:
         less, _ = bytes_of(n // 2)
         work += (work - less) * (LARGEST - n) // (n - n // 2)
-    return PredictTrial(took * THOUSAND, work, 4 * each * (THOUSAND - LARGEST))  # float64, joined, and as handed out
+    return PredictTrial(thousand, work, 4 * each * (THOUSAND - LARGEST))  # float64, joined, and as handed out
 
 
 def _pretend_decomposed(state: State) -> None:
