@@ -63,8 +63,12 @@ class _LogDet(torch.autograd.Function):
 
 @linalg.to_dense.register
 def _(op: Dense) -> Tensor:
-    matrix = op.matrix if op.factor is None else op.factor * op.matrix
-    return matrix if op.diag is None else matrix + op.diag.dense().diag()
+    if op.factor is None and op.diag is None:
+        return op.matrix
+    out = op.matrix.clone() if op.factor is None else op.factor * op.matrix
+    if op.diag is not None:
+        out.diagonal().add_(op.diag.dense())  # a matrix of its own for D would cost as much as M
+    return out
 
 
 @linalg.mv.register
