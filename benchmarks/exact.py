@@ -141,9 +141,9 @@ def primal(repeat: int, skip_peer: bool) -> tuple[dict[str, Any], list[Bar]]:
         clock: {"eighs": total(mine, clock) / eigh[clock], "fit_in_gradient_epochs": mine["fit"][clock] / epoch[clock]}
         for clock in ("wall", "cpu")
     }
-    bars = [
-        Bar("(a) fit + tune + predict, in eigendecompositions", ratios["wall"]["eighs"], 4),
-        Bar("(a) fit, in gradient epochs", ratios["wall"]["fit_in_gradient_epochs"], 60),
+    bars = [  # each by the clock that speaks against us
+        Bar("(a) fit + tune + predict, in eigendecompositions", max(r["eighs"] for r in ratios.values()), 4),
+        Bar("(a) fit, in gradient epochs", max(r["fit_in_gradient_epochs"] for r in ratios.values()), 60),
     ]
     rows = [("(a) seconds by the wall", *STEPS, "total", "total, CPU"), _row("lapwing", mine)]
     if not skip_peer:
@@ -153,9 +153,8 @@ def primal(repeat: int, skip_peer: bool) -> tuple[dict[str, Any], list[Bar]]:
             faster = {clock: total(peer, clock) / total(mine, clock) for clock in ratios}
             for clock, times in faster.items():
                 ratios[clock][f"times_faster_than_{which}"] = times
-            bars.append(
-                Bar(f"(a) times faster than laplace-torch 0.3, {BACKENDS[which]}", faster["wall"], 30, above=True)
-            )
+            what = f"(a) times faster than laplace-torch 0.3, {BACKENDS[which]}"
+            bars.append(Bar(what, min(faster.values()), 30, above=True))
             rows.append(_row(f"laplace-torch 0.3, {BACKENDS[which]}", peer))
             steps = (f"{peer[step]['wall'] / mine[step]['wall']:.1f}" for step in STEPS)
             rows.append(("  times faster", *steps, f"{faster['wall']:.1f}", f"{faster['cpu']:.1f}"))
