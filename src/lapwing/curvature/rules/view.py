@@ -55,7 +55,8 @@ class DenseInputs:
         """Σ_{k,n} dW², (b, o, i): positions are summed before the square."""
         if self.positions == 1:
             return torch.einsum("nbo,nbi->boi", g[:, :, 0].square().sum(0), self.a[:, 0].square())
-        return torch.linalg.vector_norm(self.outer(g), dim=(0, 1)).square()
+        flat = self.outer(g).flatten(0, 1)
+        return (flat * flat).sum(0)
 
     def rotated(self, basis: Tensor | None) -> DenseInputs:
         """Inputs in another basis, basis (b, i, j)."""
