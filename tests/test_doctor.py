@@ -27,9 +27,10 @@ from lapwing.doctor.plan import free_memory
 from lapwing.doctor.reading import EXAMPLES, read
 from lapwing.doctor.report import seconds, significant, size
 from lapwing.doctor.training import gain, slope, training_checks
-from lapwing.doctor.trial import counted
+from lapwing.doctor.trial import _grown, counted
 from lapwing.doctor.trial import seconds as timed
 from lapwing.errors import InvalidValue
+from lapwing.predictive import pushforward
 
 module = sys.modules["lapwing.doctor"]  # lw.doctor is the function
 
@@ -155,8 +156,6 @@ def meta() -> nn.Module:
         (frozen, "note", "frozen", ("0.weight", "20 elements")),
         (tied, "note", "shared", ("0.weight", "2.weight")),
         (Bare, "note", "bare", ("scale",)),
-        (lambda: net().bfloat16(), "note", "precision", ("bfloat16", "float()")),
-        (lambda: net().half(), "note", "precision", ("float16",)),
         (TwoTypes, "warning", "precision", ("float32", "float64")),
         (meta, "error", "device", ("cpu", "meta")),
         (meta, "error", "parameters", ("2.weight",)),
@@ -169,17 +168,35 @@ def meta() -> nn.Module:
 )
 @pytest.mark.usefixtures("quick")
 def test_parameters_and_modes_are_told(build, severity, topic, fragments):
-    model = build()
-    dtype = next((p.dtype for p in model.parameters() if not isinstance(model, (TwoTypes,))), torch.float32)
-    x, y = classes()
-    report = lw.doctor(model, (x.to(dtype if dtype.is_floating_point else torch.float64), y), "categorical")
-    the(report, severity, topic, *fragments)
-    sound = lw.doctor(net(), (x, y), "categorical")
+    data = classes()
+    the(lw.doctor(build(), data, "categorical"), severity, topic, *fragments)
+    sound = lw.doctor(net(), data, "categorical")
     assert topic not in topics(sound, "error", "warning", "note")
 
 
-def test_a_mixed_dtype_that_is_one_is_not_named():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_a_note_and_double_is_not(dtype):
+    (finding,) = [f for f in model_checks(net().to(dtype)) if f.topic == "precision"]
+    assert finding.severity == "note"
+    assert str(dtype) in finding.message
     assert "precision" not in {f.topic for f in model_checks(net())}
+
+
+class Compiled(nn.Module):
+    """What torch.compile wraps a model in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._orig_mod(x)
+
+
+def test_a_compiled_model_is_seen_through(quick):
+    report = lw.doctor(Compiled(), classes(), "categorical")
+    the(report, "note", "compile")
+    assert list(report.parameters) == [n for n, _ in net().named_parameters()]
 
 
 # -- normalization -----------------------------------------------------------------------------------------------
@@ -822,6 +839,38 @@ def test_the_counted_state_is_the_state(name, dtype):
     assert told == held
 
 
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3).double()
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        return self.layer(edges @ nodes)
+
+
+def test_a_graph_that_cannot_be_cut_is_planned_whole():
+    data = [({"nodes": inputs(12), "edges": torch.rand(12, 12, dtype=torch.float64)}, labels(12))]
+    model = Graph()
+    report = lw.doctor(model, data, "categorical")
+    assert report.ok, str(report)
+    assert str(run(report, model=model, data=data).state.structure) == "full (primal)"
+
+
+def test_outputs_that_are_too_many_for_a_covariance_are_planned_by_draws(monkeypatch):
+    monkeypatch.setattr(pushforward, "MANY", 2)
+    report = lw.doctor(net(), classes(), "categorical")
+    assert report.ok, str(report)
+    assert set(report.plan) == {"full (primal)", "full (dual)", "kron", "block", "diag", "last_layer"}
+
+
+@pytest.mark.filterwarnings("ignore:tuning stopped at a bound")
+def test_one_example_is_enough_for_a_plan():
+    model = net()
+    report = lw.doctor(model, classes(1), "categorical")
+    assert report.ok, str(report)
+    assert run(report, model=model, data=classes(1)).state.n == 1
+
+
 def test_a_structure_that_fails_its_trial_is_named_and_another_is_recommended(monkeypatch):
     needs = sys.modules["lapwing.doctor.needs"]
     layered = needs._layered
@@ -871,6 +920,11 @@ def test_the_clock_takes_the_least_of_a_few_runs_and_one_of_a_slow_one(monkeypat
     assert len(calls) == runs
 
 
+@pytest.mark.parametrize(("once", "each"), [(0.3, 0.02), (0.0, 0.05)])
+def test_a_larger_batch_lies_on_the_line_through_two_small_ones(once, each):
+    assert _grown(once + 8 * each, once + 4 * each, 8, 100) == pytest.approx(once + 100 * each)
+
+
 def test_free_memory_is_a_number_of_bytes():
     assert free_memory(torch.device("cpu")) > 2**20
 
@@ -900,6 +954,8 @@ def test_long_names_and_remarks_are_cut_to_the_width():
     cost = Cost(10**9, 1.0, 2.0, 3.0, True, "a remark " * 20)
     report = Report("t", (), {"kron": cost}, names, dict.fromkeys(names, (10, 20)), "lw.laplace()")
     assert max(map(len, str(report).splitlines())) <= 100
+    (row,) = [line for line in str(report).splitlines() if line.startswith("  block.")]
+    assert row.count("...") == 2  # the name and the treatment, and it shows
 
 
 def test_a_notebook_gets_a_page_with_everything_escaped():

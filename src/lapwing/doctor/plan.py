@@ -63,8 +63,8 @@ def draw_up(
     again = gradient_seconds(tangent, likelihood, problem.batch)  # before and after: the load of a machine varies
     unit = min(rates.gradient, again) + rates.read
     costs = {name: _told(found, problem, unit, limit) for name, found in needs.items() if not math.isnan(found.memory)}
-    if not costs:
-        raise InvalidValue(f"no structure works: {'; '.join(f'{k}: {v}' for k, v in failures.items())}")
+    if not set(costs) & {_preferred(problem)[0], "kron", "diag", "last_layer"}:
+        raise InvalidValue(f"no structure works; {'; '.join(f'{name}: {text}' for name, text in failures.items())}")
     choice, structure = _choose(problem, costs)
     chosen = problem if choice != "last_layer" else survey(last, likelihood, sample, working)  # type: ignore[arg-type]
     costs[choice] = replace(costs[choice], note=f"{costs[choice].note}, recommended")

@@ -61,9 +61,9 @@ def slope(tangent: TangentModel, likelihood: Likelihood, batches: tuple[Batch, .
 
 
 def _halves(tangent: TangentModel, batches: tuple[Batch, ...]) -> tuple[tuple[Batch, ...], ...]:
-    if all(tangent.separable(x) for x, _ in batches):
+    if all(len(y) > 1 and tangent.separable(x) for x, y in batches):
         cuts = [slice(k, None, 2) for k in (0, 1)]
-        return tuple(tuple((tree.rows_of(x, cut), y[cut]) for x, y in batches if len(y) > 1) for cut in cuts)
+        return tuple(tuple((tree.rows_of(x, cut), y[cut]) for x, y in batches) for cut in cuts)
     return batches[0::2], batches[1::2]
 
 

@@ -223,22 +223,22 @@ def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> Pr
 
     def run(n: int) -> Any:
         share = max(2**16, budget * n // LARGEST)
-        return predict(tangent, posterior, likelihood, _tiled(x, n), memory_budget=share)
+        return predict(tangent, posterior, likelihood, _tiled(x, n) if cuts else x, memory_budget=share)
 
     def bytes_of(n: int) -> tuple[int, int]:
         peak, out = counted(lambda: run(n), _known(tangent, (x, None)))
-        return peak, sum(t.numel() * t.element_size() for t in (out.f_mean, out.covariance)) // n
+        return peak, sum(t.numel() * t.element_size() for t in vars(out).values() if isinstance(t, Tensor)) // n
 
-    n = _affordable(run, 4, LARGEST, tangent.device)
+    cuts = tangent.separable(x)
+    n = _affordable(run, 4, LARGEST, tangent.device) if cuts else len(tangent(x))
     took = seconds(lambda: run(n), tangent.device)
-    piece = took
-    if n < LARGEST:
-        piece = _grown(took, seconds(lambda: run(n // 2), tangent.device), n, LARGEST)
-    thousand = piece / LARGEST * THOUSAND
+    thousand = took / n * THOUSAND
+    if cuts and n < LARGEST:
+        thousand = _grown(took, seconds(lambda: run(n // 2), tangent.device), n, LARGEST) / LARGEST * THOUSAND
     if took > n * QUICK:  # counting is slower still: a prediction's work stays within the budget
         return PredictTrial(thousand, budget // 2, 0)
     work, each = bytes_of(n)
-    if n < LARGEST:
+    if cuts and n < LARGEST:
         less, _ = bytes_of(n // 2)
         work += (work - less) * (LARGEST - n) // (n - n // 2)
     return PredictTrial(thousand, work, 4 * each * (THOUSAND - LARGEST))  # float64, joined, and as handed out
@@ -256,11 +256,8 @@ def _pretend_decomposed(state: State) -> None:
 
 
 def _tiled(x: Any, n: int) -> Any:
-    """n examples, by repeating those of a batch; a batch that cannot be cut stays as it is."""
-    try:
-        times = -(-n // tree.batch_size(x))
-    except ValueError:
-        return x
+    """n examples, by repeating those of a batch."""
+    times = -(-n // tree.batch_size(x))
     return tree.map_tensors(lambda t: t.repeat(times, *[1] * (t.ndim - 1))[:n], x)
 
 
