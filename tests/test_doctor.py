@@ -41,6 +41,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module._Visit, "_plan", lambda *_: None)
 
 
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of a few examples: what they cost is not what is tested."""
+    monkeypatch.setattr(sys.modules["lapwing.doctor.trial"], "QUICK", 0.01)
+
+
 def net(outputs: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, outputs)).double().eval()
 
@@ -914,6 +920,7 @@ def test_the_ledger_counts_what_is_alive():
 )
 def test_the_clock_takes_the_least_of_a_few_runs_and_one_of_a_slow_one(monkeypatch, took, least, runs):
     ticks = iter([t for i in range(len(took)) for t in (sum(took[:i]), sum(took[: i + 1]))])
+    monkeypatch.setattr(sys.modules["lapwing.doctor.trial"], "QUICK", 0.2)
     monkeypatch.setattr(sys.modules["lapwing.doctor.trial"].time, "thread_time", lambda: next(ticks))
     calls: list[int] = []
     assert timed(lambda: calls.append(1), torch.device("cpu")) == pytest.approx(least)
