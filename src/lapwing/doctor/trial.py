@@ -178,8 +178,8 @@ def try_fit(
     some = head(n)
     peak, state = counted(lambda: fit(some, 1), _known(tangent, batch))
     one = seconds(lambda: fit(some, 1), tangent.device)
-    two = seconds(lambda: fit(some, 2), tangent.device)
-    each = max(two - one, 0.1 * one)
+    many = 4 if one < QUICK / 2 else 2  # the more batches, the less a noisy clock says of one
+    each = max((seconds(lambda: fit(some, many), tangent.device) - one) / (many - 1), 0.1 * one)
     once = max(one - each, 0.0)
     if n < len(y):  # what a batch costs beside its examples weighs more in a small one
         half = head(n // 2)
