@@ -15,8 +15,10 @@ def add_gram(total: Tensor, rows: Tensor) -> None:
 
 
 def mirrored(lower: Tensor) -> Tensor:
-    """The symmetric matrices (..., p, p) of which `lower` holds the lower triangles."""
-    below = lower.tril()
-    out = below + below.mT
-    out.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-    return out
+    """The symmetric matrices (..., p, p) of which `lower` holds the lower triangles, written over it."""
+    for start in range(0, lower.shape[-1], PANEL):
+        stop = start + PANEL
+        lower[..., start:stop, stop:] = lower[..., stop:, start:stop].mT
+        square = lower[..., start:stop, start:stop]
+        square.copy_(square.tril() + square.tril(-1).mT)
+    return lower

@@ -8,7 +8,7 @@ touches, in pieces of examples that fit the memory budget.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,8 @@ from lapwing.curvature.rules import DenseInputs
 from lapwing.operators.root import Pair
 from lapwing.tangent import TangentModel
 
+ALL = slice(None)
+
 
 class RowMaker:
     """Rows of the parameters `names` (all by default) for batches of one network."""
@@ -29,7 +31,7 @@ class RowMaker:
     def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], names: tuple[str, ...] | None = None) -> None:
         self.tangent = tangent
         self.names = names or tangent.layout.names
-        self.parts = tuple(part for part in parts if any(n in self.names for n in part.parameters))
+        self.parts = tuple(_only(part, self.names) for part in parts if any(n in self.names for n in part.parameters))
         self.generic = tuple(n for part in self.parts if part.generic for n in part.parameters)
         self.capture = Capture(tangent, tuple(part for part in self.parts if not part.generic))
         self.width = sum(tangent.layout.numel(n) for n in self.names)
@@ -44,14 +46,18 @@ class RowMaker:
     def _outputs(self, x: Any) -> Record:
         return Capture(self.tangent, ()).run(x)
 
-    def rows(self, record: Record, x: Any, u: Tensor, budget: int) -> Iterator[Tensor]:
-        """Pieces (n', K, p') of the rows of one batch, in order, for cotangents u (n, K, ..., c)."""
+    def rows(self, record: Record, x: Any, u: Tensor, budget: int, columns: slice = ALL) -> Iterator[Tensor]:
+        """Pieces (n', K, p') of the rows of one batch, in order, for cotangents u (n, K, ..., c); of a range of their
+        columns, if told."""
         u = u.to(record.f)
         try:
             views = record.views()
         except Changed:
             record, views = self._outputs(x), {}
         gradients = record.pull(u)
+        if record.called and self._narrow(columns):
+            yield from self._some_outputs(gradients, views, budget, columns)
+            return
         generic = self.generic if record.parts else self.names
         each = u.shape[1] * self.width * u.element_size()
         start = 0
@@ -66,7 +72,27 @@ class RowMaker:
                 flat = self.tangent.pulled(piece, cotangent, generic).transpose(0, 1)
                 sizes = [self.tangent.layout.numel(n) for n in generic]
                 found |= dict(zip(generic, flat.split(sizes, -1), strict=True))
-            yield self._assemble(found, cotangent)
+            yield self._assemble(found, cotangent)[..., columns]
+
+    def _narrow(self, columns: slice) -> bool:
+        """Whether a range of columns is of one weight (o, i), so that it needs some of the layer's outputs only."""
+        part = self.parts[0]
+        lone = len(self.names) == 1 and not part.generic and part.weight == self.names[0]
+        return lone and part.shape[0] == 1 and not part.transposed and columns != ALL
+
+    def _some_outputs(
+        self, gradients: dict[str, Tensor], views: dict[str, Any], budget: int, columns: slice
+    ) -> Iterator[Tensor]:
+        part, name = self.parts[0], self.names[0]
+        inputs = self.width // part.shape[1]
+        first = columns.start // inputs
+        g = gradients[part.name][..., first : -(-columns.stop // inputs)]
+        step = max(1, budget // (len(g) * g.shape[-1] * (inputs + 1) * g.element_size()))
+        within = slice(columns.start - first * inputs, columns.stop - first * inputs)
+        for start in range(0, g.shape[1], step):
+            index = slice(start, start + step)
+            rows = part.split(views[part.name].chunk(index).outer(g[:, index]))[name]
+            yield rows[..., within].transpose(0, 1)
 
     def _assemble(self, found: dict[str, Tensor], u: Tensor) -> Tensor:
         out = u.new_zeros(u.shape[1], u.shape[0], self.width)
@@ -77,6 +103,15 @@ class RowMaker:
                 out[..., start:stop] = found[n]
             start = stop
         return out.transpose(0, 1)
+
+
+def _only(part: Part, names: tuple[str, ...]) -> Part:
+    """A layer with the weight or the bias left out that is not among the names: its rows are not made either."""
+    weight, bias = (n if n in names else None for n in (part.weight, part.bias))
+    b, o, i = part.shape
+    inputs = i - (part.weight is not None and part.bias is not None)
+    width = (inputs if weight is not None else 0) + (bias is not None)
+    return replace(part, weight=weight, bias=bias, shape=(b, o, width))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +184,12 @@ class StreamedRows:
         touched = {n: s for n, s in self.tangent.layout.slices().items() if s.start < stop and start < s.stop}
         first = next(iter(touched.values())).start
         maker = RowMaker(self.tangent, self.parts, tuple(touched))
-        pieces = []
-        for x, u in self.batches:
-            for rows in maker.rows(maker.run(x), x, u, self.budget // 4):
-                pieces.append(rows[..., start - first : stop - first].reshape(-1, stop - start))
+        columns = slice(start - first, stop - first)
+        pieces = [
+            rows.reshape(-1, stop - start)
+            for x, u in self.batches
+            for rows in maker.rows(maker.run(x), x, u, self.budget // 4, columns)
+        ]
         return torch.cat(pieces)
 
 
