@@ -99,10 +99,10 @@ def runs(
 def _dense(maker: RowMaker, posterior: Gaussian, x: Any, record: Record, joint: bool, budget: int) -> Tensor:
     """One dense precision: rows of the Jacobian, in pieces."""
     f = record.f.detach()
-    pieces = list(maker.rows(record, x, _units(f), budget // 6))
+    pieces = maker.rows(record, x, _units(f), budget // 6)
     if joint:
         n, c = f.shape
-        return posterior.covariance(torch.cat(pieces).reshape(1, n * c, -1)).reshape(n, c, n, c)
+        return posterior.covariance(torch.cat(list(pieces)).reshape(1, n * c, -1)).reshape(n, c, n, c)
     c = f.shape[-1]
     return torch.cat([posterior.covariance(rows.reshape(-1, c, rows.shape[-1])) for rows in pieces]).reshape(
         *f.shape, c
