@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lapwing.errors import LapwingError, LapwingWarning, NotPositiveDefinite, Unsupported
-from lapwing.operators import Blocks, Dense, Diagonal, HeldRows, Kronecker, RootPlusDiagonal, linalg, root
+from lapwing.operators import Blocks, Dense, Diagonal, HeldRows, Kronecker, OuterRows, RootPlusDiagonal, linalg, root
 from lapwing.operators.diagonal import element_wise
 from lapwing.operators.root import Pair
 
@@ -523,6 +523,25 @@ def test_root_logdet_is_differentiable_in_its_row_weights(kind: str, seed: int) 
     expected = torch.logdet(r.mT @ w[index].diag() @ r + suite.spread(d))
     close(linalg.logdet(op), expected)
     close(torch.autograd.grad(linalg.logdet(op), w)[0], torch.autograd.grad(expected, w)[0])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dense_covariance_takes_outer_products(seed: int) -> None:
+    g = seeded(seed)
+    n, c, o, i = 3, 2, 4, 5
+    half = normal(g, 30, o * i + 2)
+    op = linalg.shift(Dense(half.mT @ half), Diagonal(positive(g, 1), o * i + 2))
+    index = torch.randperm(o * i + 2, generator=g)[: o * i]
+    outer = OuterRows(index, normal(g, n, i), normal(g, n, c, o))
+    rows = torch.zeros(n, c, op.size, dtype=torch.float64)
+    rows[..., index] = torch.einsum("nco,ni->ncoi", outer.g, outer.a).flatten(2)
+    close(linalg.covariance(op, outer), linalg.covariance(op, rows))
+    other = linalg.shift(op, Diagonal(positive(g, 1), op.size))  # what was kept of one must not serve the other
+    close(linalg.covariance(other, outer), linalg.covariance(other, rows))
+    moved = OuterRows(index.roll(1), outer.a, outer.g)
+    rows = torch.zeros_like(rows)
+    rows[..., moved.index] = torch.einsum("nco,ni->ncoi", outer.g, outer.a).flatten(2)
+    close(linalg.covariance(op, moved), linalg.covariance(op, rows))
 
 
 def test_dense_logdet_is_differentiable_in_its_matrix() -> None:

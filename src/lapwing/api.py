@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lapwing import curvature, io, likelihoods, priors, tree, tune
 from lapwing.curvature import BUDGET, Factor, Probe, State, accumulate, probe
 from lapwing.curvature.factor import KINDS
-from lapwing.data import as_batches, dropped, passes
+from lapwing.data import Joined, as_batches, dropped, passes
 from lapwing.errors import InvalidValue
 from lapwing.evidence import effective_dimension, log_evidence
 from lapwing.posterior import Gaussian, condition
@@ -29,7 +29,7 @@ from lapwing.tree import Layout
 from lapwing.tune import Tuning
 
 SMALL = 4_000  # structure="auto": full while min(P, N·C) stays within this
-FEW = 8  # examples to trace the network with
+FEW = 4  # examples to trace the network with
 FEW_OUTPUTS = 16  # factor="auto": exact up to this many outputs
 STRUCTURES = {
     "full": curvature.Full,
@@ -114,6 +114,7 @@ class Laplace:
     tuning: Tuning | None = None
     memory_budget: int = BUDGET
     frozen: tuple[str, ...] = field(default=())  # parameters that are not Bayesian
+    data: Any = None  # what was fitted, for the verbs that read it again; a reference, never saved
 
     @property
     def tangent(self) -> TangentModel:
@@ -177,7 +178,8 @@ class Laplace:
         more = accumulate(
             structure, self.tangent, self.likelihood, more_data, factor, generator=generator, progress=progress
         )
-        return replace(self, state=self.state + _finite(more), tuning=None)
+        data = None if self.data is None else Joined((self.data, as_batches(more_data)))
+        return replace(self, state=self.state + _finite(more), tuning=None, data=data)
 
     # -- predictions ----------------------------------------------------------------------------------------------
 
@@ -257,6 +259,14 @@ class Laplace:
             f"{self.state.layout.size:,} parameters, {self.state.n:,} examples; prior precision {shown}; {how})"
         )
 
+    def _data(self, data: Any, what: str) -> Any:
+        """The batches to read again: those given, else those of the fit."""
+        if data is None and self.data is None:
+            raise InvalidValue(
+                f"{what} reads the training data again, which a file or state does not hold; pass data="
+            )
+        return self.data if data is None else as_batches(data)
+
     def _prior(self, prior: Any) -> priors.Gaussian:
         return self.prior if prior is None else as_prior(prior, self.state.layout, self.tangent.device)
 
@@ -326,7 +336,7 @@ def laplace(
             f"the data gave {seen.n - dropped(batches)} examples in one pass and {state.n} in another; curvature and "
             "evidence are sums over data: give a loader that holds the same examples in every pass"
         )
-    return _assemble(state, bound, likelihood, budget)
+    return replace(_assemble(state, bound, likelihood, budget), data=batches)
 
 
 def from_state(state: State, model: nn.Module, prior: Any, likelihood: Any) -> Laplace:

@@ -6,6 +6,7 @@ A batch is (inputs, targets), inputs any tree that the model takes; or a mapping
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -44,6 +45,16 @@ class TensorBatches:
         for start in range(0, self.n, self.size):
             index = slice(start, start + self.size)
             yield tree.rows_of(self.inputs, index), tree.rows_of(self.targets, index)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several sets of batches, one after the other."""
+
+    parts: tuple[Iterable[Any], ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(self.parts)
 
 
 def as_batches(data: Any) -> Iterable[Any]:
@@ -114,6 +125,9 @@ def examples(batches: Iterable[Any]) -> int | None:
         own = type(batches.batch_sampler) is BatchSampler  # another, or none, may give batches of any size
         sampler = batches.batch_sampler.sampler if own else None  # type: ignore[union-attr]
         return len(sampler) if isinstance(sampler, Sized) else None
+    if isinstance(batches, Joined):
+        counts = [examples(part) for part in batches.parts]
+        return None if None in counts else sum(counts)  # type: ignore[arg-type]
     if isinstance(batches, (list, tuple)):
         return sum(tree.batch_size(split(batch)[1]) for batch in batches)
     return None
@@ -215,6 +229,8 @@ def _set_rng_state(state: tuple[Any, ...], own: list[torch.Generator]) -> None:
 
 def _generators(batches: Any) -> list[torch.Generator]:
     """The generators that a DataLoader and its samplers hold."""
+    if isinstance(batches, Joined):
+        return [generator for part in batches.parts for generator in _generators(part)]
     if not isinstance(batches, DataLoader):
         return []
     holders = (batches, batches.sampler, batches.batch_sampler)

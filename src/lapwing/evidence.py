@@ -33,7 +33,7 @@ def scatter(state: State, prior: Any, center: Tensor | None = None) -> Tensor:
 def log_evidence(state: State, prior: Any, likelihood: Any) -> Tensor:
     """log Z at the trained weights, 0-dim float64."""
     fit = likelihood.log_likelihood(state.statistics)
-    quadratic = (prior.operator().values * scatter(state, prior)).sum()
+    quadratic = (prior.precision.reshape(-1) * scatter(state, prior)).sum()
     return fit - 0.5 * quadratic - 0.5 * log_det_ratio(state, prior, likelihood)
 
 
@@ -45,7 +45,7 @@ def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
         a = moving.operator()
         logdet = linalg.logdet(linalg.shift(curvature(state, likelihood), a))
         (slope,) = torch.autograd.grad(logdet, log_precision)
-    return a.counts().detach() - slope.reshape(-1)
+    return prior.counts() - slope.reshape(-1)
 
 
 def noise_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
@@ -63,5 +63,4 @@ def noise_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
 
 def mean_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:
     """The mean of diag G over each prior group, (g,)."""
-    a = prior.operator()
-    return (linalg.traces(curvature(state, likelihood), a) / a.counts()).detach()
+    return (linalg.traces(curvature(state, likelihood), prior.groups()) / prior.counts()).detach()

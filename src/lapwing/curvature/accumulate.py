@@ -25,7 +25,7 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
-FEW = 8  # examples that a probe keeps
+FEW = 4  # examples that a probe keeps
 
 
 class Accumulator(Protocol):

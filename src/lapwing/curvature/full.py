@@ -26,7 +26,7 @@ from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.curvature.state import State
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Dense, Diagonal, RootPlusDiagonal
+from lapwing.operators import Dense, Diagonal, OuterRows, RootPlusDiagonal
 from lapwing.tangent import TangentModel
 
 ROWS = 2048  # rows gathered before they are multiplied
@@ -106,25 +106,43 @@ def _row_weights(state: State, groups: int) -> Tensor:
 
 
 class GramSum:
-    """G += RᵀR over batches, lower triangle, float64."""
+    """G += RᵀR over batches, lower triangle, float64.
+
+    The rows of one layer without shared positions (a last layer) are outer products g ⊗ a, and never made: with
+    Λ_n = Σ_k g gᵀ the block of outputs (o, q) is Σ_n Λ_n[o, q] a aᵀ, a K-th of the multiplications."""
 
     def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], groups: int, budget: int) -> None:
         p = tangent.layout.size
         self.maker, self.groups, self.budget = RowMaker(tangent, parts), groups, budget
         self.gram = torch.zeros(groups, p, p, dtype=torch.float64, device=tangent.device)
         self.held: list[Tensor] = []  # (n, K, p) rows waiting to be multiplied
+        self.outer: Tensor | None = None  # what came from outer products, in the order of the layer (o, i)
 
     def forward(self, x: Any) -> Tensor:
         self.record = self.maker.run(x)
         return self.record.f.detach()
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        outer = self.maker.outer(self.record, u)
+        if outer is not None:
+            self._add_outer(outer)
+            del self.record
+            return
         each = 8 * self.maker.width
         for rows in self.maker.rows(self.record, x, u, self.budget // 4):
             self.held.append(rows)
             if sum(r.shape[0] * r.shape[1] for r in self.held) >= max(1, min(ROWS, self.budget // (4 * each))):
                 self.flush()
         del self.record
+
+    def _add_outer(self, rows: OuterRows) -> None:
+        self.outer = torch.zeros_like(self.gram) if self.outer is None else self.outer
+        n, i = rows.a.shape
+        for total, g in zip(self.outer, (rows.g[:, h :: self.groups] for h in range(self.groups)), strict=True):
+            middle = g.mT @ g  # (n, o, o)
+            for o in range(middle.shape[1]):
+                right = middle[:, o, : o + 1, None] * rows.a[:, None]  # (n, o + 1, i)
+                total[o * i : (o + 1) * i, : (o + 1) * i].addmm_(rows.a.mT, right.reshape(n, -1))
 
     def flush(self) -> None:
         if not self.held:
@@ -137,7 +155,11 @@ class GramSum:
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         self.flush()
-        return {"gram": mirrored(self.gram)}, ()
+        gram = mirrored(self.gram)
+        if self.outer is not None:
+            place = torch.argsort(self.maker.index)
+            gram += mirrored(self.outer)[:, place][:, :, place]
+        return {"gram": gram}, ()
 
 
 class DualRows:

@@ -19,6 +19,7 @@ from lapwing.curvature.capture import Capture, Changed, Record
 from lapwing.curvature.cover import cover
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import DenseInputs
+from lapwing.operators import OuterRows
 from lapwing.operators.root import Pair
 from lapwing.tangent import TangentModel
 
@@ -73,6 +74,25 @@ class RowMaker:
                 sizes = [self.tangent.layout.numel(n) for n in generic]
                 found |= dict(zip(generic, flat.split(sizes, -1), strict=True))
             yield self._assemble(found, cotangent)[..., columns]
+
+    def outer(self, record: Record, u: Tensor) -> OuterRows | None:
+        """The rows of one batch for cotangents u (n, K, ..., c) as outer products, where the network's selected
+        parameters are those of one layer without shared positions (a last layer)."""
+        if len(self.parts) != 1 or len(record.called) != 1 or self.parts[0].shape[0] != 1:
+            return None
+        part = self.parts[0]
+        try:
+            view = record.views()[part.name]
+        except Changed:
+            return None
+        if not isinstance(view, DenseInputs) or view.positions > 1:
+            return None
+        g = record.pull(u)[part.name][:, :, 0, 0].transpose(0, 1)  # (n, K, o)
+        return OuterRows(self.index, view.a[:, 0, 0].to(torch.float64), g.to(torch.float64))
+
+    @cached_property
+    def index(self) -> Tensor:
+        return self.parts[0].index(self.tangent.layout).to(self.tangent.device)
 
     def _narrow(self, columns: slice) -> bool:
         """Whether a range of columns is of one weight (o, i), so that it needs some of the layer's outputs only."""

@@ -2,9 +2,9 @@
 
 from lapwing.operators import linalg
 from lapwing.operators.blocks import Blocks
-from lapwing.operators.dense import Dense
+from lapwing.operators.dense import Dense, OuterRows
 from lapwing.operators.diagonal import Diagonal
 from lapwing.operators.kronecker import Kronecker
 from lapwing.operators.root import HeldRows, RootPlusDiagonal
 
-__all__ = ["Blocks", "Dense", "Diagonal", "HeldRows", "Kronecker", "RootPlusDiagonal", "linalg"]
+__all__ = ["Blocks", "Dense", "Diagonal", "HeldRows", "Kronecker", "OuterRows", "RootPlusDiagonal", "linalg"]

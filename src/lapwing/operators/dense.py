@@ -21,12 +21,22 @@ from lapwing.operators.diagonal import Diagonal
 
 
 @dataclass(frozen=True, eq=False)
+class OuterRows:
+    """Rows (n, c, p) of one layer without shared positions: at the columns `index` (o·i,) they are g ⊗ a."""
+
+    index: Tensor
+    a: Tensor  # (n, i), float64
+    g: Tensor  # (n, c, o), float64
+
+
+@dataclass(frozen=True, eq=False)
 class Dense:
     matrix: Tensor  # (p, p), float64
     factor: Tensor | None = None  # s, 0-dim; None is 1
     diag: Diagonal | None = None
     psd: bool = True  # H is positive semidefinite up to rounding
     cache: dict[str, Any] = field(default_factory=dict)  # of H: shared by every s and d
+    columns: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)  # of L⁻¹, last asked for
 
     @property
     def size(self) -> int:
@@ -37,6 +47,14 @@ class Dense:
         factor, jitter = linalg.cholesky(linalg.to_dense(self).detach())
         self.cache["jitter"] = max(self.cache.get("jitter", 0.0), jitter)
         return factor
+
+    def root_columns(self, index: Tensor, i: int) -> Tensor:
+        """Columns of L⁻¹, M = LLᵀ, for index (o·i,), as (o, i, p)."""
+        if not self.columns or not torch.equal(self.columns[0][0], index):
+            eye = torch.eye(self.size, dtype=self.matrix.dtype, device=self.matrix.device)
+            root = torch.linalg.solve_triangular(self.cholesky, eye, upper=False)
+            self.columns[:] = [(index, root.mT[index].reshape(-1, i, self.size))]
+        return self.columns[0][1]
 
     @property
     def eigenvalues(self) -> Tensor:
@@ -119,7 +137,10 @@ def _(op: Dense, n: int, generator: torch.Generator) -> Tensor:
 
 
 @linalg.covariance.register
-def _(op: Dense, rows: Tensor) -> Tensor:
+def _(op: Dense, rows: Tensor | OuterRows) -> Tensor:
+    if isinstance(rows, OuterRows):  # L⁻¹(g ⊗ a) from the few columns of L⁻¹ that each output has: O(o·i·p) an example
+        half = torch.einsum("nco,onp->ncp", rows.g, rows.a @ op.root_columns(rows.index, rows.a.shape[1]))
+        return half @ half.mT
     n, c, p = rows.shape
     half = torch.linalg.solve_triangular(op.cholesky, rows.reshape(n * c, p).mT, upper=False)  # (p, n c)
     half = half.reshape(p, n, c)

@@ -104,6 +104,14 @@ class Gaussian:
         """A, the prior's precision."""
         return Diagonal(self.precision.reshape(-1), self._bound().size, self.index)
 
+    def groups(self) -> Diagonal:
+        """Which group each weight belongs to: a Diagonal of the groups' precisions λ_g alone."""
+        return self.operator()
+
+    def counts(self) -> Tensor:
+        """How many weights each group has, (g,)."""
+        return self.groups().counts().detach()
+
     def mean_vector(self) -> Tensor:
         """m, (p,)."""
         layout = self._bound()
@@ -112,7 +120,7 @@ class Gaussian:
         return torch.full((layout.size,), float(self.mean), dtype=torch.float64, device=self.precision.device)
 
     def scatter(self, vector: Tensor) -> Tensor:
-        """Σ_{i in g} (θ_i − m_i)² for each group, (g,)."""
+        """Σ_{i in g} (θ_i − m_i)² for each group, (g,): ‖θ − m‖²_A is Σ_g λ_g times it."""
         square = (vector.to(torch.float64) - self.mean_vector()).square()
         groups = self.precision.numel()
         if groups == 1:
@@ -122,7 +130,7 @@ class Gaussian:
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """log N(θ; m, A⁻¹)."""
         a = self.operator()
-        quadratic = (a.values * self.scatter(self._bound().flatten(params))).sum()
+        quadratic = (self.precision.reshape(-1) * self.scatter(self._bound().flatten(params))).sum()
         return 0.5 * (a.logdet() - a.size * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64)) - quadratic)
 
 

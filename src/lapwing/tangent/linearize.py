@@ -3,6 +3,7 @@
     model(x)         f(x, θ*)                  (n, ..., c)
     model.jvp(x, v)  J(x) v                    v {name: (*shape)} -> (n, ..., c)
     model.vjp(x, u)  Σ_n J(x_n)ᵀ u_n           u (n, ..., c) -> {name: (*shape)}
+    model.jvps, vjps                           the same for k vectors at once, flat: (k, p) and (k, n, ..., c)
     model.rows(x)    J(x), per example         (n, ..., c, p)
 
 Weights and buffers are copied when the model is linearized: training it further does not move the tangent model,
@@ -184,8 +185,8 @@ class TangentModel:
         except InvalidValue:
             return False
         if "separable" not in self.route and n > 1:
-            n = min(n, 16)
-            self.route["separable"] = self._cuts(tree.rows_of(x, slice(0, n)), n, min(n - 1, 4))
+            n = min(n, 8)
+            self.route["separable"] = self._cuts(tree.rows_of(x, slice(0, n)), n, min(n - 1, 3))
         return self.route.get("separable", True)
 
     def _cuts(self, x: Any, n: int, k: int) -> bool:
@@ -200,8 +201,13 @@ class TangentModel:
         return bool(gap <= 1e4 * torch.finfo(whole.dtype).eps * whole.abs().max().clamp(min=1e-30))
 
     def outputs(self, x: Any) -> int:
-        """c, the size of the last dimension of the outputs."""
-        return self(tree.rows_of(x, slice(0, 1)) if self.separable(x) else x).shape[-1]
+        """c, the size of the last dimension of the outputs; remembered for inputs of the same shapes."""
+        separable = self.separable(x)
+        key = tuple(t.shape[1:] if separable else t.shape for t in tree.tensors(x))
+        known = self.route.setdefault("outputs", {})
+        if key not in known:
+            known[key] = self(tree.rows_of(x, slice(0, 1)) if separable else x).shape[-1]
+        return known[key]
 
     def pieces(self, x: Any, u: Tensor, bytes_each: int, budget: int) -> Iterator[tuple[Any, Tensor]]:
         """Cut a batch and its cotangents u (n, ...) into pieces of examples of bytes_each within the budget."""
@@ -251,6 +257,39 @@ class TangentModel:
                 self.route["jvp"] = name
                 return out
         raise AssertionError("unreachable")
+
+    @torch.inference_mode(False)
+    def jvps(self, x: Any, v: Tensor) -> tuple[Tensor, Tensor]:
+        """f(x) and J(x) v for several vectors v (k, p) by one run of the network: (n, ..., c) and (k, n, ..., c)."""
+        if self.route.get("jvp", "forward") != "double" and self.route.get("jvps", "vmap") == "vmap":
+            tangents = self.layout.unflatten(v.to(self.dtype))
+
+            def push(one: dict[str, Tensor]) -> Any:
+                return jvp(lambda p: self.apply(p, x), (self.params,), (one,))
+
+            try:
+                with evaluating(self.model), plain_kernels(self.route.get("jvp", "forward") == "forward"):
+                    return vmap(push, out_dims=(None, 0))(tangents)  # type: ignore[arg-type]
+            except (RuntimeError, NotImplementedError, ValueError):  # no forward mode, or no batching rule
+                self.route["jvps"] = "loop"
+        return self(x), torch.stack([self.jvp(x, self.layout.unflatten(one.to(self.dtype))) for one in v])
+
+    @torch.inference_mode(False)
+    def vjps(self, x: Any, u: Tensor) -> Tensor:
+        """Σ_n J(x_n)ᵀ u_n for several cotangents u (k, n, ..., c) by one run of the network: (k, p)."""
+        with evaluating(self.model), plain_kernels(), torch.enable_grad():
+            leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
+            out = self.apply(leaves, x)
+            if not out.requires_grad:
+                return u.new_zeros(len(u), self.layout.size)
+            pulled = []
+            for one in u:
+                grads = torch.autograd.grad(
+                    out, list(leaves.values()), one.to(out), retain_graph=True, allow_unused=True
+                )
+                filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
+                pulled.append(torch.cat([g.reshape(-1) for g in filled]))
+        return torch.stack(pulled)
 
     def _forward_jvp(self, x: Any, v: Mapping[str, Tensor], onednn: bool) -> Tensor:
         with evaluating(self.model), plain_kernels(onednn):

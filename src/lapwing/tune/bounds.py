@@ -74,7 +74,7 @@ def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Bo
         typical = torch.stack([_typical_curvature(state, prior, noise) for noise in noises])
         low["precision"], high["precision"] = (typical.amin(0) * 1e-6).log(), (typical.amax(0) * 1e6).log()
         # The evidence falls in λ beyond P/‖θ‖², whatever the curvature: start there (it scales with the weights).
-        guess = prior.operator().counts() / scatter(state, prior).clamp(min=torch.finfo(torch.float64).tiny)
+        guess = prior.counts() / scatter(state, prior).clamp(min=torch.finfo(torch.float64).tiny)
         start["precision"] = guess.log().clamp(low["precision"] + 1, high["precision"] - 1)
     return Box(low, high, start, {"precision": prior.names})
 
