@@ -3,9 +3,9 @@
     python benchmarks/doctor.py [--repeat 3]
 
 The doctor is asked three times for each network, in this process, and the median of its predictions taken; each figure
-is then measured: seconds of a fit, of tuning (with what predictions need) and of predicting 1,000 inputs, over those of a
-gradient; and the peak memory of a process that does all three above one that has taken a gradient and run all three on a
-toy: torch, the network and the data. The bar is 30 % either way.
+is then measured: seconds of a fit, of tuning (with what predictions need) and of predicting 1,000 inputs, over those of
+a gradient; and the peak memory of a process that does all three above one that has taken a gradient and run all three
+on a toy: torch, the network and the data. The bar is 30 % either way.
 """
 
 from __future__ import annotations
