@@ -1,0 +1,123 @@
+"""Preconditioned conjugate gradients for many right-hand sides at once:  K x = b,  K symmetric positive definite.
+
+    r = b − K x,   z = M⁻¹ r,   d ← z + (rᵀz / r'ᵀz') d,   x ← x + (rᵀz / dᵀK d) d          (each row of b its own)
+
+b (k, p). A column (a row of b) that has met ‖r‖ ≤ tolerance·‖b‖ is frozen, and K is no longer applied to it. What is
+updated drifts from b − K x by rounding, so that is computed anew now and then, and in the end for every column: a
+column that missed starts again from there, unless it no longer gains. Source: Shewchuk 1994, B3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue, NotPositiveDefinite
+
+REFRESH = 50  # steps after which b − K x is computed anew
+DRIFT = 0.1  # how far, of its size, it may be from what is updated
+
+Product = Callable[[Tensor], Tensor]  # (k, p) -> (k, p), for any k
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    x: Tensor  # (k, p), float64
+    residual: Tensor  # (k,), ‖b − K x‖ / ‖b‖, of x as it is given
+    steps: int  # of the column that took most
+    converged: bool  # every residual is within the tolerance
+    products: int = 0  # calls of mv: passes, where K is a sum over data
+
+
+@torch.no_grad()
+def cg(
+    mv: Product,
+    b: Tensor,
+    preconditioner: Product | None = None,
+    x0: Tensor | None = None,
+    tolerance: float = 1e-6,
+    max_steps: int = 1_000,
+) -> Solution:
+    """Solve K x = b for the rows of b (k, p) from x0 (zero unless given); preconditioner applies M⁻¹ ≈ K⁻¹.
+
+    It never raises for want of convergence: the caller knows what to advise, and asks `converged`.
+    """
+    _check(b, x0, tolerance, max_steps)
+    precondition = preconditioner or (lambda r: r)
+    b = b.to(torch.float64)
+    size = b.norm(dim=-1)  # (k,)
+    goal = tolerance * size
+    x = torch.zeros_like(b) if x0 is None else x0.to(b).clone()
+    x[size == 0] = 0  # the answer
+    r, d, rho = b.clone(), torch.zeros_like(b), torch.ones_like(goal)
+    steps = products = 0
+    left = size > 0  # columns that are not known to be done
+    if x0 is not None and bool(left.any()):
+        r[left] -= _product(mv, x[left])
+        products, left = 1, left & (r.norm(dim=-1) > goal)
+    best, least, last = x.clone(), r.norm(dim=-1), torch.full_like(goal, float("inf"))
+    running = left.clone()
+    while bool(left.any()):
+        some = running.nonzero().squeeze(-1)
+        z = precondition(r[some]).to(b)
+        before, rho[some] = rho[some], _positive((r[some] * z).sum(-1), "the preconditioner")
+        d[some] = z + (rho[some] / before).unsqueeze(-1) * d[some]
+        image = _product(mv, d[some])  # K d
+        length = rho[some] / _positive((d[some] * image).sum(-1), "the matrix")
+        x[some] += length.unsqueeze(-1) * d[some]
+        r[some] -= length.unsqueeze(-1) * image
+        steps, products = steps + 1, products + 1
+        running = running & (r.norm(dim=-1) > goal)
+        ended = steps == max_steps or not bool(running.any())
+        if not ended and steps % REFRESH:
+            continue
+        some = (left if ended else running).nonzero().squeeze(-1)
+        true = b[some] - _product(mv, x[some])
+        products += 1
+        now = true.norm(dim=-1)
+        better = now < least[some]
+        best[some[better]], least[some[better]] = x[some[better]], now[better]
+        # Where rounding has parted r from b − K x, begin anew from the latter; give up where that no longer gains.
+        parted = (now > goal[some]) & (((true - r[some]).norm(dim=-1) > DRIFT * now) | ~running[some])
+        again, r[some[parted]] = some[parted], true[parted]
+        stuck = again[least[again] >= 0.5 * last[again]]
+        last[again] = least[again]
+        d[again], rho[again], running[again] = 0.0, 1.0, True
+        left[some[now <= goal[some]]] = False
+        left[stuck] = running[stuck] = False
+        if steps == max_steps:
+            break
+    residual = least / size.clamp(min=torch.finfo(b.dtype).tiny)
+    return Solution(best, residual, steps, bool((least <= goal).all()), products)
+
+
+def _product(mv: Product, v: Tensor) -> Tensor:
+    out = mv(v)
+    if out.shape != v.shape:
+        raise InvalidValue(f"mv must keep the shape of its vectors: got {tuple(out.shape)} for {tuple(v.shape)}")
+    return out.to(v)
+
+
+def _positive(values: Tensor, what: str) -> Tensor:
+    if not torch.isfinite(values).all():
+        raise InvalidValue(f"conjugate gradients met NaN or infinite values in a product with {what}; check its data")
+    if bool((values <= 0).any()):
+        raise NotPositiveDefinite(
+            f"conjugate gradients need {what} positive definite: got vᵀMv = {float(values.min()):.3g}; "
+            "add a (larger) prior precision"
+        )
+    return values
+
+
+def _check(b: Tensor, x0: Tensor | None, tolerance: float, max_steps: int) -> None:
+    if b.ndim != 2 or not b.is_floating_point():
+        raise InvalidValue(f"b must be floating point of shape (k, p), got {b.dtype} of shape {tuple(b.shape)}")
+    if not torch.isfinite(b).all():
+        raise InvalidValue("b holds NaN or infinite values; a linear system needs finite ones")
+    if x0 is not None and x0.shape != b.shape:
+        raise InvalidValue(f"x0 must have the shape of b, {tuple(b.shape)}; got {tuple(x0.shape)}")
+    if not tolerance > 0 or max_steps < 1:
+        raise InvalidValue(f"give tolerance > 0 and max_steps >= 1; got {tolerance} and {max_steps}")
