@@ -34,6 +34,7 @@ FEW_OUTPUTS = 16  # factor="auto": exact up to this many outputs
 STRUCTURES = {
     "full": curvature.Full,
     "kron": curvature.Kronecker,
+    "ekfac": curvature.EigenKronecker,
     "block": curvature.Block,
     "diag": curvature.Diagonal,
 }
@@ -169,14 +170,21 @@ class Laplace:
 
     @torch.inference_mode(False)
     def updated(self, more_data: Any, *, generator: torch.Generator | None = None, progress: bool = False) -> Laplace:
-        """The same as a fit over the old and the new data.
+        """The same as a fit over the old and the new data (ekfac: in the eigenbasis of the old).
 
         Without a generator, the draws of a Monte-Carlo factor start from the number of examples seen so far, so that
         those of one update are not those of the next."""
         generator = generator or torch.Generator().manual_seed(self.state.n)
         structure, factor = self.state.structure, self.state.factor
         more = accumulate(
-            structure, self.tangent, self.likelihood, more_data, factor, generator=generator, progress=progress
+            structure,
+            self.tangent,
+            self.likelihood,
+            more_data,
+            factor,
+            generator=generator,
+            progress=progress,
+            basis=self.state if self.state.basis else None,
         )
         data = None if self.data is None else Joined((self.data, as_batches(more_data)))
         return replace(self, state=self.state + _finite(more), tuning=None, data=data)
@@ -301,7 +309,7 @@ def laplace(
     """Turn a trained network into a Bayesian one, by one pass over its training data.
 
     data: a DataLoader, a Dataset or (X, y). likelihood: "gaussian", "categorical", "bernoulli" or an object.
-    structure: "auto", "full", "diag" or an object. subset: "all", "last_layer", globs or {name: mask}.
+    structure: "auto", "full", "diag" or an object. subset: "all", "last_layer", globs, {name: mask} or one bool vector.
     prior: a precision, "layerwise", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
     "empirical", "hessian" or an object. memory_budget: bytes of working memory (1 GiB).
     """

@@ -77,6 +77,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
 def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {f"sums.{k}": v for k, v in state.sums.items()}
     tensors |= {f"statistics.{k}": v for k, v in state.statistics.items()}
+    tensors |= {f"basis.{k}": v for k, v in state.basis.items()}
     tensors |= {f"mask.{k}": v for k, v in state.layout.masks.items()}
     inputs = []
     for i, (x, u) in enumerate(state.batches):
@@ -103,7 +104,7 @@ def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: Ta
     device = tangent.device
     part = {
         kind: {k.removeprefix(f"{kind}."): v.to(device) for k, v in tensors.items() if k.startswith(f"{kind}.")}
-        for kind in ("sums", "statistics")
+        for kind in ("sums", "statistics", "basis")
     }
     structure = dict(header["structure"])
     return State(
@@ -116,6 +117,7 @@ def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: Ta
         n=header["n"],
         statistics=part["statistics"],
         sums=part["sums"],
+        basis=part["basis"],
         batches=tuple(
             (_unpack_tree(spec, tensors, device), tensors[f"batch.{i}.cotangents"].to(device))
             for i, spec in enumerate(header["inputs"])

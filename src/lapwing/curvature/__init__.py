@@ -2,6 +2,7 @@
 
 from lapwing.curvature import rules
 from lapwing.curvature.accumulate import Probe, accumulate, probe
+from lapwing.curvature.ekfac import EigenKronecker
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.full import Full
 from lapwing.curvature.layered import BUDGET, Block, Diagonal, Kronecker
@@ -12,6 +13,7 @@ __all__ = [
     "BUDGET",
     "Block",
     "Diagonal",
+    "EigenKronecker",
     "Factor",
     "Full",
     "Kronecker",

@@ -43,7 +43,9 @@ class Structure(Protocol):
         """Itself, with every automatic choice made."""
         ...
 
-    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator: ...
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        """A structure of two passes has `first`, the structure of the first, and takes its state as `basis` here."""
+        ...
 
     def operator(self, state: State, weights: Tensor) -> Any:
         """Σ_g w_g G_g as an operator, without the prior."""
@@ -89,15 +91,30 @@ def accumulate(
     generator: torch.Generator | None = None,
     progress: bool = False,
     seen: Probe | None = None,
+    basis: State | None = None,
 ) -> State:
-    """Accumulate the curvature of a network over data in one pass."""
+    """Accumulate the curvature of a network over data in one pass, or in two where the structure says so.
+
+    basis: for a structure of two passes, a state whose basis to use in place of a first pass: states add only in a
+    shared one."""
     factor = Factor(factor) if isinstance(factor, str) else factor
     generator = generator or torch.Generator().manual_seed(0)
     batches = loading.as_batches(data)
     weights = likelihood.curvature_weights(factor.kind)
     seen = seen or probe(tangent, batches)
     structure = structure.resolved(seen, factor)
-    accumulator = structure.start(tangent, likelihood, factor, seen)
+    first = getattr(structure, "first", None)
+    if first is None and basis is not None:
+        raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
+    if first is not None:
+        if basis is None:
+            basis = accumulate(
+                first, tangent, likelihood, batches, factor, generator=generator, progress=progress, seen=seen
+            )
+        accumulator = structure.start(tangent, likelihood, factor, seen, basis)
+        del basis  # its memory, before the second pass
+    else:
+        accumulator = structure.start(tangent, likelihood, factor, seen)
     n, statistics = 0, {}  # type: ignore[var-annotated]
     for x, y in loading.passes(batches, tangent.device, progress, str(structure)):
         loading.check_finite(x, "the inputs")
@@ -127,6 +144,7 @@ def accumulate(
         n=n,
         statistics=statistics,
         sums=sums,
+        basis=getattr(accumulator, "basis", {}),
         batches=kept,
         parts=parts,
         coverage=structure.coverage(parts, tangent),

@@ -3,8 +3,9 @@
     state(A ∪ B) = state(A) + state(B)
 
 `sums` hold what the structure accumulates, `statistics` what the likelihood needs to say how well the network
-fits; both add. `batches`, for the dual form only, are inputs with their cotangents; they concatenate, so a dual
-state holds data. Nothing in a state depends on the prior, nor on the noise.
+fits; both add. `basis`, for sums in an eigenbasis only, does not add but must agree. `batches`, for the dual form
+only, are inputs with their cotangents; they concatenate, so a dual state holds data. No sum depends on the prior, nor
+on the noise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lapwing.curvature.factor import Factor
@@ -32,6 +34,7 @@ class State:
     n: int  # examples
     statistics: dict[str, Tensor]
     sums: dict[str, Tensor]
+    basis: dict[str, Tensor] = field(default_factory=dict)  # in which the sums are, where they need one
     parts: tuple[Part, ...] = ()  # of structures that treat the network part by part
     batches: tuple[tuple[Any, Tensor], ...] = ()  # (inputs, cotangents (n, K, ..., c))
     coverage: dict[str, str] = field(default_factory=dict)
@@ -59,6 +62,11 @@ class State:
         differ = [n for n in self.fingerprints if self.fingerprints[n] != other.fingerprints.get(n)]
         if differ:
             raise InvalidValue(f"states at different weights do not add; {differ[0]} differs")
+        if not all(torch.equal(u, other.basis[key]) for key, u in self.basis.items()):
+            raise InvalidValue(
+                f"states in different eigenbases do not add; accumulate both in one: accumulate({self.structure}, ..., "
+                "basis=state), with a state of 'ekfac' or of 'kron' over all the data"
+            )
         return replace(
             self,
             n=self.n + other.n,
@@ -69,7 +77,7 @@ class State:
         )
 
     def __repr__(self) -> str:
-        size = sum(t.numel() * t.element_size() for t in self.sums.values())
+        size = sum(t.numel() * t.element_size() for t in (*self.sums.values(), *self.basis.values()))
         data = ", holds its data" if self.holds_data else ""
         what = f"{self.structure}, factor={self.factor}, n={self.n}, p={self.layout.size}"
         return f"State({what}, {size / 1e6:.3g} MB{data})"

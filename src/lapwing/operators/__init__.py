@@ -4,7 +4,18 @@ from lapwing.operators import linalg
 from lapwing.operators.blocks import Blocks
 from lapwing.operators.dense import Dense, OuterRows
 from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.eigen import EigenKronecker
 from lapwing.operators.kronecker import Kronecker
 from lapwing.operators.root import HeldRows, RootPlusDiagonal
 
-__all__ = ["Blocks", "Dense", "Diagonal", "HeldRows", "Kronecker", "OuterRows", "RootPlusDiagonal", "linalg"]
+__all__ = [
+    "Blocks",
+    "Dense",
+    "Diagonal",
+    "EigenKronecker",
+    "HeldRows",
+    "Kronecker",
+    "OuterRows",
+    "RootPlusDiagonal",
+    "linalg",
+]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapwing.curvature.capture import Record
 from lapwing.curvature.parts import Part
-from lapwing.operators import Blocks, Diagonal, Kronecker, linalg
+from lapwing.operators import Blocks, Diagonal, EigenKronecker, Kronecker, linalg
 from lapwing.tangent import TangentModel
 
 
@@ -76,8 +76,11 @@ def _in_basis(op: Any, part: Part, view: Any, g: Tensor) -> tuple[Any, Tensor, T
     """Inputs, gradients and the variances V (b, o, i) in the basis where the layer's posterior is diagonal."""
     if isinstance(op, Diagonal):
         return view, g, (1 / op.dense()).reshape(part.shape).to(g)
-    _, ua, _, ub = op.decomposition
-    if op.diag is not None and not op.diag.uniform:
+    if isinstance(op, EigenKronecker):
+        ua, ub = op.ua, op.ub
+    else:
+        _, ua, _, ub = op.decomposition
+    if isinstance(op, Kronecker) and op.diag is not None and not op.diag.uniform:
         u, e = (t.rsqrt().to(g) for t in op.separated)
         g = g * u
         ua = torch.diag_embed(e) if ua is None else e.unsqueeze(-1) * ua.to(g)
@@ -90,7 +93,7 @@ def _in_basis(op: Any, part: Part, view: Any, g: Tensor) -> tuple[Any, Tensor, T
 
 def _layer(op: Any, part: Part, view: Any, g: Tensor, budget: int) -> Tensor:
     """One layer's term, (n, c, c), in pieces of examples."""
-    if isinstance(op, (Diagonal, Kronecker)):
+    if isinstance(op, (Diagonal, Kronecker, EigenKronecker)):
         view, g, inverse = _in_basis(op, part, view, g)
         shared = view.positions > 1
         return torch.cat([v.covariance(p, inverse) for v, p in _pieces(view, g, part.size if shared else 1, budget)])
@@ -118,7 +121,7 @@ def _joint_terms(
         if part.name not in gradients:
             continue
         view, g = views[part.name], gradients[part.name]
-        if not isinstance(op, (Diagonal, Kronecker)):
+        if not isinstance(op, (Diagonal, Kronecker, EigenKronecker)):
             yield linalg.covariance(
                 op, view.outer(g).flatten(2).transpose(0, 1).reshape(1, n * c, -1).to(torch.float64)
             )[0]

@@ -1,0 +1,174 @@
+"""EKFAC: exact second moments in the Kronecker eigenbasis, by two passes over the data.
+
+The first pass sums Kronecker factors, whose eigenvectors are U = U_B ⊗ U_A; the second sums, in that basis,
+
+    v[b, o, i] = Σ_n Σ_k ( Σ_s g̃[k, n, s, b, o] ã[n, s, b, i] )²,       g̃ = U_Bᵀ g,  ã = U_Aᵀ a                 Eq. 14b
+
+so that v = diag(Uᵀ H U) and H ≈ U diag(v) Uᵀ: of all matrices with these eigenvectors the nearest to H in Frobenius
+norm, hence never further than KFAC. Sums add only in a shared basis, which the state keeps: accumulate(..., basis=...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.accumulate import Accumulator, Probe
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.layered import Kronecker, LayeredSum
+from lapwing.curvature.layered import _operator as layered_operator
+from lapwing.curvature.parts import Part
+from lapwing.curvature.rules import DenseInputs
+from lapwing.curvature.state import State
+from lapwing.curvature.sums import by_weight
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import Blocks
+from lapwing.operators import EigenKronecker as EigenKroneckerOperator
+from lapwing.tangent import TangentModel
+
+
+@dataclass(frozen=True)
+class EigenKronecker(Kronecker):
+    """Parts that Kronecker factors would treat get exact second moments in their eigenbasis; the others stay.
+
+    The basis is that of the factors at the likelihood's noise in the first pass; the sums depend on no noise."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace("kron", "ekfac")
+
+    @property
+    def first(self) -> Kronecker:
+        """The structure of the first pass."""
+        return Kronecker(self.memory_budget, self.sharing)
+
+    def start(
+        self,
+        tangent: TangentModel,
+        likelihood: Likelihood,
+        factor: Factor,
+        probe: Probe,
+        basis: State | None = None,
+    ) -> Accumulator:
+        if basis is None:
+            raise InvalidValue("the second pass of ekfac needs a basis; accumulate makes one, or takes basis=")
+        parts = self.parts(tangent, probe.inputs)
+        weights = likelihood.curvature_weights(factor.kind).to(tangent.device)
+        return EigenSum(tangent, parts, len(weights), self, eigenbasis(basis, parts, self.sharing, weights))
+
+    def operator(self, state: State, weights: Tensor) -> Blocks:
+        if "index" not in state.cache:
+            state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
+        return Blocks(tuple(_operator(part, state, weights) for part in state.parts), state.cache["index"])
+
+    def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        said = super().coverage(state_parts, tangent)
+        turned = [n for part in state_parts if part.kind == "kron" for n in part.parameters]
+        return said | {n: said[n].replace("Kronecker", "diagonal in the Kronecker eigenbasis", 1) for n in turned}
+
+
+def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Tensor) -> dict[str, Tensor]:
+    """{part/UA: (b, i, i), part/UB: (b, o, o)} of a state of Kronecker factors, or that of an ekfac state; no UA where
+    it is the identity (embeddings)."""
+    if not isinstance(state, State) or not isinstance(state.structure, Kronecker):
+        raise InvalidValue(f"basis must be a state of structure 'ekfac' or 'kron', got {state!r}")
+    if state.structure.sharing != sharing or state.parts != parts:
+        raise InvalidValue(
+            f"the basis ({state.structure}) treats parameters in another way; give one of the same network, subset and "
+            f"sharing={sharing!r}"
+        )
+    if state.basis:
+        return {key: u.to(weights.device) for key, u in state.basis.items()}
+    if state.weights != len(weights):
+        raise InvalidValue(
+            f"the basis has {state.weights} curvature weights and the likelihood {len(weights)}; fit both with "
+            "the same likelihood"
+        )
+    basis = {}
+    for part, op in zip(parts, state.structure.operator(state, weights).parts, strict=True):
+        if part.kind == "kron":
+            _, ua, _, basis[f"{part.name}/UB"] = op.decomposition
+            if ua is not None:
+                basis[f"{part.name}/UA"] = ua
+    return basis
+
+
+def _operator(part: Part, state: State, weights: Tensor) -> Any:
+    if part.kind != "kron":
+        return layered_operator(part, state, weights)
+    values = torch.einsum("h,hboi->boi", weights, state.sums[f"{part.name}/values"])
+    ua, ub = state.basis.get(f"{part.name}/UA"), state.basis[f"{part.name}/UB"]
+    return EigenKroneckerOperator(values, ua, ub, name=part.name)
+
+
+class SecondMoments:
+    """v (h, b, o, i) of one part, one sum a curvature weight, at unit scale."""
+
+    def __init__(self, part: Part, weights: int, ua: Tensor | None, ub: Tensor, dtype: torch.dtype) -> None:
+        self.ua, self.ub = None if ua is None else ua.to(dtype), ub.to(dtype)
+        self.total = torch.zeros(weights, *part.shape, dtype=torch.float64, device=ub.device)
+
+    def turned(self, view: Any) -> Any:
+        """Inputs in the basis U_A."""
+        if isinstance(view, DenseInputs):
+            view = DenseInputs(view.a.to(self.ub))
+        return view.rotated(self.ua)
+
+    def add(self, view: Any, g: Tensor, budget: int) -> None:
+        """Inputs `turned` before; output gradients are turned here."""
+        g = torch.einsum("knsbo,boq->knsbq", g.to(self.ub), self.ub)
+        for piece, part_g, outputs in self._pieces(view, g, budget):
+            for total, mine in zip(self.total, by_weight(part_g, len(self.total)), strict=True):
+                total[:, outputs] += piece.squares(mine)
+
+    def _pieces(self, view: Any, g: Tensor, budget: int) -> Iterator[tuple[Any, Tensor, slice]]:
+        """Pieces of examples, and of outputs where one example is too large, whose gradients stay within the budget;
+        all at once where none is formed, without shared positions."""
+        _, b, o, i = self.total.shape
+        each = g.shape[0] * b * i * g.element_size() if view.positions > 1 else 0  # of an example and an output
+        outputs = min(o, max(1, budget // max(1, each)))
+        step = max(1, budget // max(1, each * outputs))
+        for start in range(0, g.shape[1], step):
+            index = slice(start, start + step)
+            for first in range(0, o, outputs):
+                some = slice(first, first + outputs)
+                yield view.chunk(index), g[:, index][..., some], some
+
+    def result(self) -> dict[str, Tensor]:
+        return {"values": self.total.clamp_(min=0)}  # sums of squares: what is below 0 is rounding (repeated tokens)
+
+
+class EigenSum(LayeredSum):
+    """The second pass: inputs are turned once a batch, in place of those that were kept."""
+
+    def __init__(
+        self,
+        tangent: TangentModel,
+        parts: tuple[Part, ...],
+        weights: int,
+        structure: EigenKronecker,
+        basis: dict[str, Tensor],
+    ) -> None:
+        super().__init__(tangent, parts, weights, structure)
+        self.basis = basis
+        dtype = torch.promote_types(tangent.dtype, torch.float32)
+        for part in parts:
+            if part.kind == "kron":
+                ua, ub = basis.get(f"{part.name}/UA"), basis[f"{part.name}/UB"]
+                self.sums[part.name] = SecondMoments(part, weights, ua, ub, dtype)
+
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        record = self.record
+        views = record.views()
+        for name in views:
+            if isinstance(self.sums[name], SecondMoments):
+                views[name] = self.sums[name].turned(views[name])
+        for gradients in record.columns(u, self.weights, self.budget // 4):
+            for name, g in gradients.items():
+                self.sums[name].add(views[name], g, self.budget // 4)
+        self._observe_generic(x, u.to(f))
+        del self.record
