@@ -65,10 +65,13 @@ def _refuse_nonsense(model: Any, data: Any, subset: Any, forward: Any) -> None:
     usable = isinstance(data, (Dataset, Iterable)) and not isinstance(data, (Tensor, np.ndarray, str, Mapping))
     if not usable:
         loading.as_batches(data)  # raises, and says what data may be
-    if not isinstance(subset, (str, Mapping, Sequence)) or (
+    if not isinstance(subset, (str, Mapping, Sequence, Tensor)) or (
         isinstance(subset, str) and subset not in ("all", "last_layer")
     ):
-        raise InvalidValue(f"subset must be 'all', 'last_layer', a list of globs or {{name: mask}}; got {subset!r}")
+        raise InvalidValue(
+            "subset must be 'all', 'last_layer', a list of globs, {name: mask} or one bool vector; "
+            f"got {type(subset).__name__} {subset!r}"
+        )
 
 
 def _batches(data: Any) -> Any:
@@ -148,7 +151,7 @@ class _Visit:
 
     def _plan(self, tangent: TangentModel, sample: Sample) -> Plan:
         last = None
-        if self.subset == "all":
+        if isinstance(self.subset, str) and self.subset == "all":
             try:
                 last = linearize(self.model, "last_layer", forward=self.forward, example=sample.first[0])
             except LapwingError:  # there is none

@@ -3,7 +3,8 @@
 "all"            every parameter with requires_grad
 "last_layer"     found by tracing a batch: the last layer called, if everything passes through it
 ["fc.*", ...]    globs over named_parameters() names
-{name: mask}     boolean masks in the parameters' shapes
+{name: mask}     boolean masks in the parameters' shapes (lapwing.subsets makes some)
+mask             one boolean vector over all parameters with requires_grad, in named_parameters() order
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
     if not named:
         raise InvalidValue(f"{type(model).__name__} has no parameters; there is nothing to be Bayesian about")
     chosen: dict[str, Tensor | None]
-    if subset == "all":
+    if isinstance(subset, Tensor):
+        chosen = _masks(_cut(subset, trainable(model)), named)
+    elif isinstance(subset, str) and subset == "all":
         chosen = {name: None for name, p in named.items() if p.requires_grad}
         if not chosen:
             raise InvalidValue("no parameter requires grad, so subset='all' selects none; name parameters by glob")
-    elif subset == "last_layer":
+    elif isinstance(subset, str) and subset == "last_layer":
         chosen = dict.fromkeys(last_layer(model, example, forward))
     elif isinstance(subset, Mapping):
         chosen = _masks(subset, named)
     elif isinstance(subset, Sequence) and not isinstance(subset, str):
         chosen = _globs(subset, named)
     else:
-        raise InvalidValue(f"subset must be 'all', 'last_layer', a list of globs or {{name: mask}}; got {subset!r}")
+        raise InvalidValue(
+            "subset must be 'all', 'last_layer', a list of globs, {name: mask} or one bool vector; "
+            f"got {type(subset).__name__} {subset!r}"
+        )
     bad = [name for name in chosen if not named[name].is_floating_point()]
     if bad:
         raise InvalidValue(f"parameters {bad} are not floating point; leave them out of the subset")
@@ -47,6 +53,38 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
         shapes={name: p.shape for name, p in named.items() if name in chosen},
         masks={name: mask for name, mask in chosen.items() if mask is not None},
     )
+
+
+def trainable(model: nn.Module) -> Layout:
+    """The layout of every floating-point parameter that requires grad."""
+    if not isinstance(model, nn.Module):
+        raise InvalidValue(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    named = dict(getattr(model, "_orig_mod", model).named_parameters())  # what torch.compile wraps
+    lazy = [name for name, p in named.items() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise InvalidValue(f"parameter {lazy[0]} is uninitialized (a lazy module); run the model once first")
+    shapes = {name: p.shape for name, p in named.items() if p.requires_grad and p.is_floating_point()}
+    if not shapes:
+        raise InvalidValue("no parameter of the model requires grad, so there is none to choose from")
+    return Layout(shapes, {})
+
+
+def masks_of(chosen: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """Full-shaped masks of the parameters that a bool vector over a layout, (p,), touches."""
+    masks = {
+        n: torch.zeros_like(layout.masks[n]).masked_scatter(layout.masks[n], part) if n in layout.masks else part
+        for n, part in layout.unflatten(chosen).items()
+    }
+    return {n: mask for n, mask in masks.items() if bool(mask.any())}
+
+
+def _cut(vector: Tensor, layout: Layout) -> dict[str, Tensor]:
+    if vector.dtype != torch.bool or vector.shape != (layout.size,):
+        raise InvalidValue(
+            f"a subset given as one vector must be bool of shape ({layout.size},), one for each weight that requires "
+            f"grad; got {vector.dtype} of {tuple(vector.shape)}"
+        )
+    return masks_of(vector, layout)
 
 
 def _globs(patterns: Sequence[str], named: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
