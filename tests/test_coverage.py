@@ -422,8 +422,8 @@ CASES = {
         lambda: Attention(True),
         numbers(N, 3, 4),
         {
-            "attention.in_proj_weight": "exact block, generic: MultiheadAttention has no rule for it",
-            "attention.out_proj.weight": "exact block, generic: its module is not called itself",
+            "attention.in_proj_weight": "Kronecker (MultiheadAttention rule)",
+            "attention.out_proj.weight": "Kronecker (MultiheadAttention rule)",
         },
     ),
     "attention, batch in dimension 1": Case(lambda: Attention(False), numbers(N, 3, 4)),
@@ -446,21 +446,21 @@ CASES = {
     "an LSTM": Case(
         lambda: Recurrent(nn.LSTM, True),
         numbers(N, 3, 3),
-        {"rnn.weight_ih_l0": "exact block, generic: LSTM has no rule for it", "last.weight": KRON},
+        {"rnn.weight_ih_l0": "Kronecker (LSTM rule)", "last.weight": KRON},
     ),
     "a GRU, batch in dimension 1": Case(
         lambda: Recurrent(nn.GRU, False),
         numbers(N, 3, 3),
-        {"rnn.bias_hh_l0": "exact block, generic: GRU has no rule for it", "last.weight": KRON},
+        {"rnn.bias_hh_l0": "Kronecker (GRU rule)", "last.weight": KRON},
     ),
-    "modules of torch without a rule": Case(
+    "rarer modules of torch, one without a rule": Case(
         NoRules,
         vectors,
         {
-            "up.weight": "exact block, generic: ConvTranspose1d has no rule for it",
+            "up.weight": "Kronecker (ConvTranspose1d rule)",
             "act.weight": "exact block, generic: PReLU has no rule for it",
-            "bag.weight": "exact block, generic: EmbeddingBag has no rule for it",
-            "both.weight": "exact block, generic: Bilinear has no rule for it",
+            "bag.weight": "Kronecker (EmbeddingBag rule)",
+            "both.weight": "Kronecker (Bilinear rule)",
         },
     ),
     "checkpointed": Case(Checkpointed, vectors, {"body.0.weight": KRON}),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lapwing.curvature.parts import Part
+from lapwing.curvature.rules import ComposedRule, rule_for
 from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
@@ -58,7 +59,7 @@ class Record:
         for part in self.called:
             x = self.inputs[part.name]
             try:
-                with _holding(self.model.get_submodule(part.name), self.buffers[part.name]):
+                with _holding(self.model.get_submodule(part.module), self.buffers.get(part.name)):
                     out[part.name] = part.view(self.model, x, len(self.f))
             except RuntimeError as error:
                 shape = tuple(x.shape)
@@ -101,8 +102,9 @@ class Record:
 
 
 @contextmanager
-def _holding(module: nn.Module, buffers: dict[str, Any]) -> Iterator[None]:
+def _holding(module: nn.Module, buffers: dict[str, Any] | None) -> Iterator[None]:
     own = module._buffers
+    buffers = own if buffers is None else buffers
     module._buffers = buffers
     try:
         yield
@@ -128,7 +130,7 @@ class Capture:
         record = Record(model, self.parts, torch.empty(0), {}, {}, self.columns_at_once, leaves)
         handles = list(self._hooks(record))
         try:
-            with torch.enable_grad(), evaluating(model), plain_kernels():
+            with torch.enable_grad(), evaluating(model), plain_kernels(), self._in_steps(record):
                 record.f = self.tangent.apply(leaves, x)
         finally:
             for handle in handles:
@@ -150,6 +152,8 @@ class Capture:
     def _hooks(self, record: Record) -> Iterator[Any]:
         modules = dict(record.model.named_modules())
         for part in self.parts:
+            if part.site:
+                continue
 
             def keep(_m: Any, args: Any, kwargs: Any, out: Any, part: Part = part) -> Any:
                 if part.name in record.outputs:
@@ -170,3 +174,47 @@ class Capture:
                 return None
 
             yield modules[part.name].register_forward_hook(keep, with_kwargs=True, prepend=True)
+
+    @contextmanager
+    def _in_steps(self, record: Record) -> Iterator[None]:
+        """Modules that are several linear maps run in steps that show them, and as they were afterwards."""
+        by_module: dict[str, dict[str, Part]] = {}
+        for part in self.parts:
+            if part.site:
+                by_module.setdefault(part.module, {})[part.site] = part
+        changed = []
+        try:
+            for path, parts in by_module.items():
+                module = record.model.get_submodule(path)
+                changed.append(module)
+                module.__dict__["forward"] = _Steps(module, parts, record, self.clone_all)
+            yield
+        finally:
+            for module in changed:
+                del module.__dict__["forward"]
+
+
+class _Steps:
+    """A module's forward in the steps of its rule, each site's inputs and outputs kept in the record."""
+
+    composed = True
+
+    def __init__(self, module: nn.Module, parts: dict[str, Part], record: Record, lenient: bool) -> None:
+        self.module, self.parts, self.record, self.lenient = module, parts, record, lenient
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again = next((part.name for part in self.parts.values() if part.name in self.record.outputs), None)
+        if again is not None:
+            raise Changed(f"layer {again} was called once on the first batch and is now called again")
+        rule = rule_for(self.module)
+        assert isinstance(rule, ComposedRule)
+        out = rule.forward(self.module, self._keep, *args, **kwargs)
+        missing = [part.name for part in self.parts.values() if part.name not in self.record.outputs]
+        if missing and not self.lenient:
+            raise Changed(f"layer {missing[0]} was called on inputs of another kind than before")
+        return out
+
+    def _keep(self, site: str, a: Tensor, z: Tensor) -> None:
+        if site in self.parts:
+            name = self.parts[site].name
+            self.record.inputs[name], self.record.outputs[name] = a, z

@@ -71,46 +71,50 @@ def _few(tangent: TangentModel, x: Any) -> Any:
 
 
 def _candidates(tangent: TangentModel) -> tuple[list[Part], dict[str, str]]:
-    """Modules with a rule for their weight and bias, and why the other parameters have none."""
+    """Modules with a rule for some of their parameters, and why the other parameters have none."""
     names = {id(p): n for n, p in tangent.model.named_parameters()}
     users = Counter(names[id(p)] for m in tangent.model.modules() for p in m._parameters.values() if p is not None)
-    parts, reasons = [], {}
+    parts: list[Part] = []
+    reasons: dict[str, str] = {}
+    for name in tangent.layout.names:
+        if users[name] > 1:
+            reasons[name] = "tied: several modules share it"
+        elif name in tangent.layout.masks:
+            reasons[name] = "only some of its elements are selected"
+    claimed = set(reasons)
     for path, module in tangent.model.named_modules():
         rule = rule_for(module)
+        for site in () if rule is None else rule.sites(module):
+            mine = {k: _named(module, local, names) for k, local in (("weight", site.weight), ("bias", site.bias))}
+            mine = {k: n for k, n in mine.items() if n in tangent.layout.shapes and n not in claimed}
+            if mine:
+                b, o, i = site.shape
+                width = (i if "weight" in mine else 0) + ("bias" in mine)
+                name = ".".join(part for part in (path, site.name) if part)
+                own = Part(name, "", mine.get("weight"), mine.get("bias"), (b, o, width), site.transposed, site.kernel)
+                parts.append(replace(own, site=site.name))
+                claimed.update(mine.values())
         for local, p in module._parameters.items():
-            if p is None or names[id(p)] not in tangent.layout.shapes:
-                continue
-            name = names[id(p)]
-            if users[name] > 1:
-                reasons[name] = "tied: several modules share it"
-            elif name in tangent.layout.masks:
-                reasons[name] = "only some of its elements are selected"
-            elif rule is None:
-                reasons[name] = f"{type(module).__name__} has no rule for it"
-            elif local not in ("weight", "bias"):
-                reasons[name] = f"{type(module).__name__}'s rule does not know '{local}'"
-        if rule is None:
-            continue
-        own = {k: names[id(p)] for k, p in module._parameters.items() if p is not None}
-        mine = {
-            k: n for k, n in own.items() if k in ("weight", "bias") and n in tangent.layout.shapes and n not in reasons
-        }
-        if mine:
-            b, o, i = rule.shape(module)
-            width = (i if "weight" in mine else 0) + ("bias" in mine)
-            parts.append(
-                Part(
-                    path, "", mine.get("weight"), mine.get("bias"), (b, o, width), rule.transposed, rule.kernel(module)
-                )
-            )
+            if p is not None and names[id(p)] not in claimed:
+                kind = type(module).__name__
+                why = f"{kind} has no rule for it" if rule is None else f"{kind}'s rule does not know '{local}'"
+                reasons[names[id(p)]] = why
     return parts, reasons
+
+
+def _named(module: nn.Module, local: str | None, names: dict[int, str]) -> str:
+    """The full name of a module's parameter, "" if it has none of that name."""
+    path, _, last = (local or "").rpartition(".")
+    p = module.get_submodule(path)._parameters.get(last)
+    return "" if p is None else names[id(p)]
 
 
 def _called_once(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
     calls: Counter[str] = Counter()
     modules = dict(tangent.model.named_modules())
     handles = [
-        modules[p.name].register_forward_hook(lambda _m, _i, _o, name=p.name: calls.update([name])) for p in parts
+        modules[path].register_forward_hook(lambda _m, _i, _o, path=path: calls.update([path]))
+        for path in {part.module for part in parts}
     ]
     try:
         tangent(x)
@@ -118,17 +122,24 @@ def _called_once(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list
         for handle in handles:
             handle.remove()
     reasons = {
-        n: "its module is not called itself" if calls[p.name] == 0 else f"its module is called {calls[p.name]} times"
+        n: "its module is not called itself"
+        if calls[p.module] == 0
+        else f"its module is called {calls[p.module]} times"
         for p in parts
         for n in p.parameters
-        if calls[p.name] != 1
+        if calls[p.module] != 1
     }
-    return [p for p in parts if calls[p.name] == 1], reasons
+    return [p for p in parts if calls[p.module] == 1], reasons
 
 
 def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
     """The parts whose rule gives autograd's gradient for every example of the probe, and why the others do not."""
     record = Capture(tangent, tuple(parts), clone_all=True).run(x)
+    if any(part.site for part in parts) and not _same(record.f, tangent(x)):  # a module was not run as it runs itself
+        whole = [part for part in parts if not part.site]
+        proved, why = _prove(tangent, whole, x)
+        text = "its module could not be run in steps"
+        return proved, why | {n: text for part in parts if part.site for n in part.parameters}
     uses = _uses(record)
     often = {part: name for part in parts for name in part.parameters if uses[name] > 1}
     proved, silent = _proved(record, [part for part in parts if part not in often])
@@ -138,10 +149,16 @@ def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part]
     reasons: dict[str, str] = {}
     for part in parts:
         if part not in proved:
-            module = type(tangent.model.get_submodule(part.name)).__name__
+            module = type(tangent.model.get_submodule(part.module)).__name__
             text = f"{module}'s rule does not give autograd's gradient here"
             reasons |= dict.fromkeys(part.parameters, f"{often[part]} is used elsewhere too" if part in often else text)
-    return [replace(part, clone=record.handed_on[part.name]._version > 0) for part in proved], reasons
+    changed = {name for name, handed in record.handed_on.items() if handed._version > 0}
+    return [replace(part, clone=part.name in changed) for part in proved], reasons
+
+
+def _same(f: Tensor, want: Tensor) -> bool:
+    gap = (f.detach() - want).abs().max()
+    return bool(gap <= 1e4 * torch.finfo(f.dtype).eps * want.abs().max().clamp(min=1e-30))
 
 
 def _proved_nearby(tangent: TangentModel, parts: list[Part], x: Any) -> list[Part]:
@@ -247,5 +264,5 @@ def explain(part: Part, model: nn.Module) -> str:
         part.kind
     ]
     if not part.generic:
-        return f"{what} ({type(model.get_submodule(part.name)).__name__} rule)"
+        return f"{what} ({type(model.get_submodule(part.module)).__name__} rule)"
     return f"{what}: {part.reason}" if part.kind == "unused" else f"{what}, generic: {part.reason}"

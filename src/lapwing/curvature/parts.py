@@ -22,7 +22,7 @@ from lapwing.tree import Layout
 
 @dataclass(frozen=True)
 class Part:
-    name: str  # the module, or the parameter if generic
+    name: str  # the module (and the site in it), or the parameter if generic
     kind: str
     weight: str | None
     bias: str | None
@@ -32,6 +32,12 @@ class Part:
     generic: bool = False
     clone: bool = False  # the module's output is changed in place later, so keep a copy
     reason: str = ""
+    site: str = ""  # of a module that is several linear maps
+
+    @property
+    def module(self) -> str:
+        """The path of the module."""
+        return self.name[: -len(self.site)].removesuffix(".") if self.site else self.name
 
     @property
     def size(self) -> int:
@@ -52,9 +58,10 @@ class Part:
             inner = i - (self.bias is not None)
             where = torch.arange(s.start, s.stop)
             if self.transposed:
-                columns.append(where.reshape(b, inner, o).mT)
+                stored = where.reshape(b, inner // self.kernel, o, self.kernel).permute(0, 2, 3, 1)
             else:
-                columns.append(where.reshape(b, o, inner // self.kernel, self.kernel).mT.reshape(b, o, inner))
+                stored = where.reshape(b, o, inner // self.kernel, self.kernel).mT
+            columns.append(stored.reshape(b, o, inner))  # (b, o, offsets, channels)
         if self.bias is not None:
             s = slices[self.bias]
             columns.append(torch.arange(s.start, s.stop).reshape(b, o, 1))
@@ -65,16 +72,18 @@ class Part:
         out = {}
         inner = self.shape[2] - (self.bias is not None and self.weight is not None)
         if self.weight is not None:
-            w = matrix[..., :inner]
-            if self.kernel > 1:
-                w = w.unflatten(-1, (self.kernel, -1)).mT.flatten(-2)
-            out[self.weight] = (w.mT if self.transposed else w).flatten(-3)
+            w = matrix[..., :inner].unflatten(-1, (self.kernel, -1))  # (..., b, o, offsets, channels)
+            out[self.weight] = (w.movedim(-1, -3) if self.transposed else w.mT).flatten(-4)
         if self.bias is not None:
             out[self.bias] = matrix[..., -1].flatten(-2)
         return out
 
     def view(self, model: nn.Module, x: Tensor, n: int) -> Any:
         """The layer's inputs, with a 1 for the bias."""
+        b, _, i = self.shape
+        weight, bias = self.weight is not None, self.bias is not None
+        if self.site:
+            return DenseInputs(with_ones(x.detach(), n, b, x.shape[-1], weight, bias))
         module = model.get_submodule(self.name)
         rule = rule_for(module)
         assert rule is not None
@@ -82,10 +91,12 @@ class Part:
         if isinstance(a, OneHotInputs):
             return a
         b, _, i = rule.shape(module)
-        return DenseInputs(with_ones(a, n, b, i, self.weight is not None, self.bias is not None))
+        return DenseInputs(with_ones(a, n, b, i, weight, bias))
 
     def outputs(self, model: nn.Module, g: Tensor, n: int) -> Tensor:
         """Output gradients (k, *output) as (k, n, s, b, o)."""
+        if self.site:
+            return g.reshape(len(g), n, -1, *g.shape[-2:])
         module = model.get_submodule(self.name)
         rule = rule_for(module)
         assert rule is not None

@@ -190,9 +190,8 @@ class TangentModel:
         return self.route.get("separable", True)
 
     def _cuts(self, x: Any, n: int, k: int) -> bool:
-        whole = self(x)
         try:
-            part = self(tree.rows_of(x, slice(0, k)))
+            whole, part = self(x), self(tree.rows_of(x, slice(0, k)))
         except (RuntimeError, IndexError, ValueError):  # the parts do not fit together
             return False
         if len(whole) != n or part.shape != whole[:k].shape:

@@ -8,22 +8,39 @@ Register one for a module type of your own, and every structure and prediction c
         def inputs(self, module, x, n): return x.reshape(n, -1, 1, module.inp)     # (n, s, b, i)
         def outputs(self, module, g, n): return g.reshape(len(g), n, -1, 1, module.out)  # (k, n, s, b, o)
 
-A rule is looked up along the module's MRO, so subclasses inherit it. A wrong rule does no harm: its gradient is
-checked against autograd's on a probe batch, and where they differ an exact generic block takes over.
+A module that is several linear maps (attention, recurrent layers) has a `ComposedRule`, which runs it in steps that
+show them. A rule is looked up along the module's MRO, so subclasses inherit it. A wrong rule does no harm: its
+gradient is checked against autograd's on a probe batch, and where they differ an exact generic block takes over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Site:
+    """One set of shared linear maps of a module, and the names of its parameters there."""
+
+    name: str  # "" where the module is nothing else
+    weight: str | None
+    bias: str | None
+    shape: tuple[int, int, int]  # b, o, i without the bias
+    transposed: bool = False
+    kernel: int = 1
 
 
 class Rule:
     """Base class: a module z = W a + bias with parameters called `weight` and `bias`."""
 
     transposed = False  # the weight is stored (i, o, ...) rather than (o, i, ...)
+
+    def sites(self, module: Any) -> tuple[Site, ...]:
+        return (Site("", "weight", "bias", self.shape(module), self.transposed, self.kernel(module)),)
 
     def shape(self, module: Any) -> tuple[int, int, int]:
         """Blocks b, outputs o and inputs i of a block, without the bias."""
@@ -43,6 +60,22 @@ class Rule:
         raise NotImplementedError
 
 
+class ComposedRule(Rule):
+    """Base class for a module that is several sets of linear maps, or whose kernel hides them: it says which, and
+    runs the module in steps that show them."""
+
+    def sites(self, module: Any) -> tuple[Site, ...]:
+        raise NotImplementedError
+
+    def forward(self, module: Any, keep: Keep, *args: Any, **kwargs: Any) -> Any:
+        """What module.forward returns, with keep(site, a, z) called for the inputs a (n, s, b, i) and outputs
+        z (n, s, b, o) of each site; `z` must be what the rest is computed from. For inputs that it cannot take apart
+        it returns `type(module).forward(module, *args, **kwargs)`, and keeps nothing."""
+        raise NotImplementedError
+
+
+Keep = Callable[[str, Tensor, Tensor], None]
+
 _RULES: dict[type[nn.Module], Rule] = {}
 
 
@@ -58,8 +91,17 @@ def register(*types: type[nn.Module]) -> Callable[[type[Rule]], type[Rule]]:
 
 
 def rule_for(module: nn.Module) -> Rule | None:
-    """The rule of the first class along the MRO that has one."""
-    return next((_RULES[t] for t in type(module).__mro__ if t in _RULES), None)
+    """The rule of the first class along the MRO that has one; one that runs the module itself only where the module
+    still runs as that class does."""
+    found = next((t for t in type(module).__mro__ if t in _RULES), None)
+    if found is None:
+        return None
+    rule = _RULES[found]
+    if isinstance(rule, ComposedRule):
+        own = module.__dict__.get("forward")
+        changed = type(module).forward is not found.forward or not (own is None or getattr(own, "composed", False))
+        return None if changed else rule
+    return rule
 
 
 def fold(x: Tensor, n: int, tail: int) -> Tensor:
