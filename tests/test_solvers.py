@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue, NotPositiveDefinite
-from lapwing.solvers import cg
+from lapwing.errors import InvalidValue, NotConverged, NotPositiveDefinite
+from lapwing.solvers import Lanczos, cg, slq
+from lapwing.solvers.estimate import mean_of, ratio_of, student_t
 
 
 def spd(seed: int, p: int, condition: float = 1e3) -> Tensor:
@@ -139,3 +143,130 @@ def test_cg_leaves_its_arguments_alone() -> None:
 def test_what_cannot_be_solved_is_said(error: type[Exception], match: str, call) -> None:
     with pytest.raises(error, match=match):
         call(spd(0, 6), normal(0, 2, 6))
+
+
+# -- Lanczos -----------------------------------------------------------------------------------------------------
+
+
+def metric(m: Tensor):
+    return (lambda v: v @ m), (lambda v: torch.linalg.solve(m, v.mT).mT)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("weighted", [False, True])
+def test_slq_with_all_steps_and_a_basis_of_probes_is_exact(seed: int, weighted: bool) -> None:
+    p = 17
+    k, m = spd(seed, p), spd(seed + 10, p, 50.0) if weighted else torch.eye(p, dtype=torch.float64)
+    inner, solve = metric(m)
+    basis = torch.linalg.inv(torch.linalg.cholesky(m))  # rows are orthonormal in the inner product of m
+    run = Lanczos.start(lambda v: solve(v @ k), basis, inner)
+    for _ in range(p):
+        run.step()
+    values = torch.linalg.eigvals(torch.linalg.solve(m, k)).real
+    for f in (torch.log, torch.sqrt, torch.reciprocal):
+        torch.testing.assert_close(run.quadrature(f).sum(), f(values).sum(), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_basis_is_orthonormal_and_makes_the_matrix_tridiagonal(weighted: bool) -> None:
+    p = 30
+    k, m = spd(1, p, 1e8), spd(2, p, 1e3) if weighted else torch.eye(p, dtype=torch.float64)
+    inner, solve = metric(m)
+    run = Lanczos.start(lambda v: solve(v @ k), normal(1, 3, p), inner)
+    for _ in range(20):
+        run.step()
+    q = torch.stack(run.basis[:-1], 1)  # (k, m, p)
+    eye = torch.eye(20, dtype=torch.float64).expand(3, 20, 20)
+    torch.testing.assert_close(q @ m @ q.mT, eye, rtol=0, atol=1e-10)
+    torch.testing.assert_close(q @ k @ q.mT, run.tridiagonal(), rtol=1e-8, atol=1e-8 * float(k.abs().max()))
+
+
+def test_breakdown_is_the_column_s_own() -> None:
+    """A start in an invariant subspace of two dimensions is exact after two steps and multiplied no more."""
+    p = 15
+    k = spd(3, p)
+    vectors = torch.linalg.eigh(k)[1].mT
+    starts = torch.stack([vectors[2] + 2 * vectors[7], normal(3, p), vectors[4]])
+    widths: list[int] = []
+
+    def mv(v: Tensor) -> Tensor:
+        widths.append(len(v))
+        return v @ k
+
+    run = Lanczos.start(mv, starts)
+    for _ in range(p):
+        run.step()
+    unit = starts / starts.norm(dim=-1, keepdim=True)
+    values, basis = torch.linalg.eigh(k)
+    log = basis @ values.log().diag() @ basis.mT
+    torch.testing.assert_close(run.quadrature(torch.log), ((unit @ log) * unit).sum(-1), rtol=1e-8, atol=1e-8)
+    assert widths[:3] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_error_bar_of_slq_covers_the_truth(seed: int) -> None:
+    p = 60
+    k, m = spd(seed, p, 1e4), spd(seed + 20, p, 1e2)
+    inner, solve = metric(m)
+    starts = normal(seed, 40, p) @ torch.linalg.inv(torch.linalg.cholesky(m))  # N(0, m⁻¹)
+    estimate, steps = slq(lambda v: solve(v @ k), starts, torch.log, inner)
+    truth = float(torch.logdet(k) - torch.logdet(m))
+    assert abs(estimate.value - truth) < 5 * estimate.standard_error
+    assert steps < p
+    assert estimate.samples.shape == (40,)
+
+
+def test_the_identity_takes_one_step_and_has_no_error() -> None:
+    estimate, steps = slq(lambda v: v, normal(0, 8, 11), torch.log)
+    assert steps == 1
+    assert abs(estimate.value) + estimate.standard_error < 1e-12
+
+
+def test_a_quadrature_that_has_not_settled_is_an_error() -> None:
+    k = spd(0, 50, 1e10)
+    with pytest.raises(NotConverged, match="still moves"):
+        slq(lambda v: v @ k, normal(0, 8, 50), torch.log, max_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("match", "call"),
+    [
+        ("longer than zero", lambda: slq(lambda v: v, torch.zeros(4, 3), torch.log)),
+        (r"shape \(k, p\)", lambda: slq(lambda v: v, torch.ones(3), torch.log)),
+        ("NaN", lambda: slq(lambda v: v * float("nan"), torch.ones(4, 3), torch.log)),
+        ("at least 4 probes", lambda: slq(lambda v: v, torch.ones(3, 3), torch.log)),
+        ("max_steps", lambda: slq(lambda v: v, torch.ones(4, 3), torch.log, max_steps=0)),
+    ],
+)
+def test_what_lanczos_cannot_take_is_said(match: str, call) -> None:
+    with pytest.raises(InvalidValue, match=match):
+        call()
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("freedom", "tolerance"), [(3, 2e-2), (7, 1e-3), (15, 1e-4), (31, 1e-5), (500, 1e-8)])
+def test_student_s_quantile(freedom: int, tolerance: float) -> None:
+    assert abs(student_t(0.9, freedom) / scipy.stats.t.ppf(0.95, freedom) - 1) < tolerance
+
+
+def test_the_interval_of_a_mean_covers_nine_times_in_ten() -> None:
+    draws = normal(7, 2_000, 12)
+    hits = sum(low <= 0 <= high for low, high in (mean_of(s).interval for s in draws))
+    assert abs(hits / 2_000 - 0.9) < 5 * math.sqrt(0.9 * 0.1 / 2_000)
+
+
+def test_the_interval_of_a_ratio_covers_nine_times_in_ten() -> None:
+    """Skewed, correlated numbers: E a / E b = 1.5."""
+    squares = normal(8, 2_000, 32, 6).square()
+    b = squares.sum(-1)
+    a = 1.5 * (squares[..., :4].sum(-1) + 2 * squares[..., 4])
+    hits = sum(lo <= 1.5 <= hi for lo, hi in (ratio_of(x, y).interval for x, y in zip(a, b, strict=True)))
+    assert abs(hits / 2_000 - 0.9) < 5 * math.sqrt(0.9 * 0.1 / 2_000)
+
+
+def test_a_ratio_to_itself_is_one_without_error() -> None:
+    s = normal(9, 10).square()
+    estimate = ratio_of(3 * s, s)
+    assert abs(estimate.value - 3) + estimate.standard_error < 1e-12
