@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import curvature, io, likelihoods, priors, tree, tune
+from lapwing.center import Center, Jacobian, read, tangent_map
+from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, Factor, Probe, State, accumulate, probe
 from lapwing.curvature.factor import KINDS
 from lapwing.data import Joined, as_batches, dropped, passes
 from lapwing.errors import InvalidValue
-from lapwing.evidence import effective_dimension, log_evidence
-from lapwing.posterior import Gaussian, condition
+from lapwing.evidence import Evidence, decompose, effective_dimension
+from lapwing.posterior import Gaussian, condition, placed
 from lapwing.predictive import Prediction, predict
 from lapwing.tangent import TangentModel, linearize
 from lapwing.tree import Layout
@@ -61,10 +63,14 @@ def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussia
         prior = priors.Gaussian(prior) if torch.as_tensor(prior).ndim == 0 else priors.Gaussian(prior, per="weight")
     elif prior == "layerwise":
         prior = priors.Gaussian(1.0, per="layer")
+    elif isinstance(prior, str) and prior == "gprior":
+        prior = priors.GPrior()
     elif isinstance(prior, Mapping):
         prior = priors.Gaussian(prior)
     if not hasattr(prior, "bind"):
-        raise InvalidValue(f"prior must be a precision, 'layerwise', {{glob: precision}} or an object, got {prior!r}")
+        raise InvalidValue(
+            f"prior must be a precision, 'layerwise', 'gprior', {{glob: precision}} or an object, got {prior!r}"
+        )
     return prior.bind(layout, device)
 
 
@@ -116,6 +122,7 @@ class Laplace:
     memory_budget: int = BUDGET
     frozen: tuple[str, ...] = field(default=())  # parameters that are not Bayesian
     data: Any = None  # what was fitted, for the verbs that read it again; a reference, never saved
+    at: Center | None = None  # v*, where it is known; see `tangent_map`
 
     @property
     def tangent(self) -> TangentModel:
@@ -123,22 +130,46 @@ class Laplace:
 
     @cached_property
     def posterior(self) -> Gaussian:
+        """N(v̄, (G + A)⁻¹) over the weights, v̄ the trained weights or the tangent MAP, as `center` says."""
+        return self._spread if self.center == "map" else replace(self._spread, mean=self.tangent_map.vector)
+
+    @cached_property
+    def _spread(self) -> Gaussian:
+        """The posterior about the trained weights: all that error bars need."""
         with torch.inference_mode(False), torch.no_grad():
             return condition(self.state, self.prior, self.likelihood)
+
+    @cached_property
+    def tangent_map(self) -> Center:
+        """v* under this prior and noise, and how it was found; solved for on the data of the fit unless stored."""
+        return self.at if self.at is not None else self._tangent_map(self.prior, self.likelihood)
 
     @property
     def coverage(self) -> dict[str, str]:
         """Parameter -> how it is treated."""
-        return {**self.state.coverage, **dict.fromkeys(self.frozen, "frozen")}
+        out = {**self.state.coverage, **dict.fromkeys(self.frozen, "frozen")}
+        dropped = self.prior.counts_dropped() if isinstance(self.prior, priors.GPrior) else {}
+        for name, n in dropped.items():
+            out[name] += f"; {n} of {self.state.layout.numel(name)} weights dropped by the g-prior: no curvature"
+        return out
 
     # -- evidence -------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
     def log_evidence(self, center: str | None = None, prior: Any = None, likelihood: Any = None) -> Tensor:
-        """log p(D), 0-dim float64; differentiable in hyperparameters that require grad."""
-        if (center or self.center) != "map":
-            raise InvalidValue(f"center must be 'map' (the trained weights), got {center!r}")
-        return log_evidence(self.state, self._prior(prior), self._likelihood(likelihood))
+        """log p(D), 0-dim float64; differentiable in hyperparameters that require grad.
+
+        center: "tangent" or "map", where `la.center` is not meant. At "tangent", v* belongs to one prior and noise: for
+        others it is solved for again, on the data of the fit."""
+        return self.decompose(center, prior, likelihood).log_evidence
+
+    @torch.inference_mode(False)
+    def decompose(self, center: str | None = None, prior: Any = None, likelihood: Any = None) -> Evidence:
+        """The log evidence by its terms, fit − quadratic − occam, and whether it bounds the full curvature's."""
+        new = (self._prior(prior), self._likelihood(likelihood))
+        if _center(center or self.center) == "map":
+            return decompose(self.state, *new)
+        same = prior is None and likelihood is None
+        return decompose(self.state, *new, self.tangent_map if same else self._tangent_map(*new))
 
     @torch.inference_mode(False)
     def effective_dimension(self) -> Tensor:
@@ -146,27 +177,53 @@ class Laplace:
         return effective_dimension(self.state, self.prior, self.likelihood)
 
     @torch.inference_mode(False)
-    def tuned(self, method: str = "evidence", fixed: tuple[str, ...] = (), data: Any = None) -> Laplace:
-        """A new object with the prior precision and noise that the evidence picks (at the trained weights).
+    def tuned(
+        self, method: str | None = None, fixed: tuple[str, ...] = (), data: Any = None, center: str = "tangent"
+    ) -> Laplace:
+        """A new object with the prior precision and noise that the evidence picks.
 
-        method: "evidence" follows the gradient; "mackay" iterates λ = γ/‖θ‖². fixed: hyperparameters to hold.
+        center: "tangent", the mode v* of the tangent model: right in every network, and reads the data (of the fit
+        unless given) several times; "map", the trained weights: reads none, and is biased where they are no mode.
+        method: "mackay" iterates λ = γ/‖v̄‖² (the default at "tangent"); "evidence" follows the gradient (at "map").
+        fixed: hyperparameters to hold.
         """
-        methods = {"evidence": tune.evidence, "mackay": tune.mackay}
+        methods: dict[str, Any] = {"evidence": tune.evidence, "mackay": tune.mackay}
+        method = method or ("mackay" if _center(center) == "tangent" else "evidence")
         if method not in methods:
             raise InvalidValue(f"method must be one of {list(methods)}, got {method!r}")
-        if data is not None:
-            raise InvalidValue(
-                f"method={method!r} reads no data: the evidence is of the data already fitted; drop data="
-            )
         fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
-        prior, likelihood, tuning = methods[method](self.state, self.prior, self.likelihood, fixed)
-        return replace(self, prior=prior, likelihood=likelihood, tuning=tuning)
+        start = (self.state, self.prior, self.likelihood, fixed)
+        if _center(center) == "map":
+            if data is not None:
+                raise InvalidValue("center='map' reads no data: the evidence is of the data already fitted; drop data=")
+            tune.warn_no_mode(self.tangent)
+            prior, likelihood, tuning = methods[method](*start)
+            return replace(self, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None)
+        batches = self._data(data, "tuned(center='tangent')", "; center='map' reads none")
+        tracker = tune.Tracker(self.state, self._jacobian(batches))
+        prior, likelihood, tuning = methods[method](*start, tracker=tracker)
+        return replace(
+            self,
+            prior=prior,
+            likelihood=likelihood,
+            tuning=tuning,
+            center="tangent",
+            at=tracker.found(),
+            data=batches,
+        )
 
     # -- new objects ----------------------------------------------------------------------------------------------
 
     def replace(self, prior: Any = None, likelihood: Any = None) -> Laplace:
-        """The same curvature under another prior or noise."""
-        return replace(self, prior=self._prior(prior), likelihood=self._likelihood(likelihood), tuning=None)
+        """The same curvature under another prior or noise; a tangent center is solved for when it is needed."""
+        return replace(self, prior=self._prior(prior), likelihood=self._likelihood(likelihood), tuning=None, at=None)
+
+    @torch.inference_mode(False)
+    def recentered(self, data: Any = None) -> Laplace:
+        """The same prior and noise, centered at the tangent MAP v*: the evidence, and draws, are taken there."""
+        batches = self._data(data, "recentered()")
+        center = self._tangent_map(self.prior, self.likelihood, batches)
+        return replace(self, center="tangent", at=center, data=batches)
 
     @torch.inference_mode(False)
     def updated(self, more_data: Any, *, generator: torch.Generator | None = None, progress: bool = False) -> Laplace:
@@ -187,7 +244,8 @@ class Laplace:
             basis=self.state if self.state.basis else None,
         )
         data = None if self.data is None else Joined((self.data, as_batches(more_data)))
-        return replace(self, state=self.state + _finite(more), tuning=None, data=data)
+        state = self.state + _finite(more)
+        return replace(self, state=state, prior=placed(self.prior, state), tuning=None, data=data, at=None)
 
     # -- predictions ----------------------------------------------------------------------------------------------
 
@@ -207,17 +265,22 @@ class Laplace:
         link: "auto", "probit", "probit_centered", "bridge" or "monte_carlo", for classes.
         joint: the covariance over all inputs together.
         mean: "network", or "tangent" for h(x, v̄); the same while the center is the trained weights.
-        via: "tangent", or "network" to draw `samples` weights and run the network itself: that underfits.
+        via: "tangent", or "network" to draw `samples` weights about the trained ones and run the network itself: that
+        underfits.
         """
         if mean not in ("network", "tangent"):
             raise InvalidValue(f"mean must be 'network' or 'tangent', got {mean!r}")
+        if mean == "tangent" and via == "network":
+            raise InvalidValue("via='network' has a mean of its own, that of its runs; drop mean='tangent'")
+        moved = mean == "tangent" and self.center == "tangent"
         inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), x)
         return predict(
             self.tangent,
-            self.posterior,
+            self._spread,
             self.likelihood,
             inputs,
             link,
+            center=self.tangent_map.vector if moved else None,
             joint=joint,
             via=via,
             samples=samples,
@@ -229,11 +292,34 @@ class Laplace:
         return self.predict(x)
 
     def draw(self, n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """n weight samples, {parameter: (n, *shape)}: absolute weights, in the network's dtype."""
+        """n weight samples, {parameter: (n, *shape)}: absolute weights about the center, in the network's dtype."""
         if n < 1:
             raise InvalidValue(f"draw gives at least 1 sample, asked for {n}")
         flat = self.posterior.draw(n, generator).to(self.tangent.dtype)
         return torch.func.vmap(lambda vector: self.tangent.embed(self.tangent.layout.unflatten(vector)))(flat)
+
+    # -- how good it is -------------------------------------------------------------------------------------------
+
+    def certify(
+        self,
+        n_probes: int = 32,
+        *,
+        data: Any = None,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> Certificate:
+        """How far the structured curvature is from the true GGN over the data of the fit: total curvature, log-det and
+        predictive variances, with standard errors."""
+        return certify(
+            self.state,
+            self.prior,
+            self.likelihood,
+            self._data(data, "certify"),
+            n_probes,
+            generator=generator,
+            progress=progress,
+            memory_budget=self.memory_budget,
+        )
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -241,6 +327,7 @@ class Laplace:
         """Write one safetensors file, whole or not at all."""
         tensors, header = io.pack_state(self.state)
         more, objects = io.pack_objects(self.prior, self.likelihood)
+        found, center = io.pack_center(self.tangent_map if self.center == "tangent" else None)
         tuning = None if self.tuning is None else vars(self.tuning)
         extra = {
             "schema": io.SCHEMA,
@@ -249,12 +336,14 @@ class Laplace:
             "memory_budget": self.memory_budget,
             "forward_hook": self.tangent.custom_forward,
         }
-        io.write(path, tensors | more, header | objects | extra)
+        io.write(path, tensors | more | found, header | objects | center | extra)
 
     # -- in a terminal --------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         how = f"tuned by {self.tuning.method} at the {self.tuning.center}" if self.tuning else "not tuned"
+        if self.center == "tangent" and not (self.tuning and self.tuning.center == "tangent"):
+            how += ", centered at the tangent MAP"
         values = self.prior.precision.reshape(-1)
         shown = (
             f"{float(values[0]):.4g}"
@@ -267,21 +356,46 @@ class Laplace:
             f"{self.state.layout.size:,} parameters, {self.state.n:,} examples; prior precision {shown}; {how})"
         )
 
-    def _data(self, data: Any, what: str) -> Any:
+    def _data(self, data: Any, what: str, otherwise: str = "") -> Any:
         """The batches to read again: those given, else those of the fit."""
         if data is None and self.data is None:
             raise InvalidValue(
-                f"{what} reads the training data again, which a file or state does not hold; pass data="
+                f"{what} reads the training data again, which a file or state does not hold; pass data={otherwise}"
             )
         return self.data if data is None else as_batches(data)
 
+    def _jacobian(self, batches: Any) -> Jacobian:
+        """J over the data, kept where its rows fit the memory budget."""
+        known = self.state.cache.get("jacobian")
+        if known is not None and known.batches is batches:
+            return known
+        found = read(self.state, self.likelihood, batches, self.memory_budget)
+        if found.rows is not None:
+            self.state.cache["jacobian"] = found
+        return found
+
+    @torch.inference_mode(False)
+    def _tangent_map(self, prior: Any, likelihood: Any, batches: Any = None) -> Center:
+        """v* for a prior and noise, started from that of this object where it is known."""
+        if batches is None:
+            batches = self._data(None, "a tangent center for another prior or noise", " to recentered() or tuned()")
+        return tangent_map(self.state, prior, likelihood, self._jacobian(batches), self.at).alone()
+
     def _prior(self, prior: Any) -> priors.Gaussian:
-        return self.prior if prior is None else as_prior(prior, self.state.layout, self.tangent.device)
+        if prior is None:
+            return self.prior
+        return placed(as_prior(prior, self.state.layout, self.tangent.device), self.state)
 
     def _likelihood(self, likelihood: Any) -> likelihoods.Likelihood:
         if likelihood is None:
             return self.likelihood
         return _served(self.state, as_likelihood(likelihood).to(self.tangent.device))
+
+
+def _center(center: str) -> str:
+    if center not in ("tangent", "map"):
+        raise InvalidValue(f"center must be 'tangent' or 'map' (the trained weights), got {center!r}")
+    return center
 
 
 def _numbers(value: Tensor) -> str:
@@ -310,7 +424,7 @@ def laplace(
 
     data: a DataLoader, a Dataset or (X, y). likelihood: "gaussian", "categorical", "bernoulli" or an object.
     structure: "auto", "full", "diag" or an object. subset: "all", "last_layer", globs, {name: mask} or one bool vector.
-    prior: a precision, "layerwise", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
+    prior: a precision, "layerwise", "gprior", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
     "empirical", "hessian" or an object. memory_budget: bytes of working memory (1 GiB).
     """
     budget = as_budget(memory_budget)
@@ -382,13 +496,13 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None)
     if tuning is not None:
         plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tuning.items()}
         tuning = Tuning(**plain)
-    return replace(la, center=header["center"], tuning=tuning)
+    return replace(la, center=header["center"], tuning=tuning, at=io.unpack_center(tensors, header, tangent.device))
 
 
 def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:
     likelihood = _served(_finite(state), likelihood)
     frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in state.layout.shapes)
-    return Laplace(state, prior, likelihood, memory_budget=budget, frozen=frozen)
+    return Laplace(state, placed(prior, state), likelihood, memory_budget=budget, frozen=frozen)
 
 
 def _finite(state: State) -> State:

@@ -9,12 +9,14 @@ differentiable in every hyperparameter, and the effective dimension of each prio
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.curvature import State
+from lapwing.center import Center
+from lapwing.curvature import Block, Diagonal, Full, State
 from lapwing.operators import linalg
 from lapwing.posterior import curvature
 
@@ -25,16 +27,50 @@ def log_det_ratio(state: State, prior: Any, likelihood: Any) -> Tensor:
     return linalg.logdet(linalg.shift(curvature(state, likelihood), a)) - a.logdet()
 
 
-def scatter(state: State, prior: Any, center: Tensor | None = None) -> Tensor:
-    """‖v̄_g − m_g‖² for each prior group, (g,)."""
-    return prior.scatter(state.tangent.theta if center is None else center)
+def scatter(state: State, prior: Any, center: Center | None = None) -> Tensor:
+    """‖v̄_g − m_g‖² for each prior group, (g,); v̄ is the trained weights unless a center is given."""
+    return prior.scatter(state.tangent.theta if center is None else center.vector)
 
 
-def log_evidence(state: State, prior: Any, likelihood: Any) -> Tensor:
-    """log Z at the trained weights, 0-dim float64."""
-    fit = likelihood.log_likelihood(state.statistics)
-    quadratic = (prior.precision.reshape(-1) * scatter(state, prior)).sum()
-    return fit - 0.5 * quadratic - 0.5 * log_det_ratio(state, prior, likelihood)
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """The terms of log Z = fit − quadratic − occam, each 0-dim float64."""
+
+    log_evidence: Tensor
+    fit: Tensor  # log p(D | v̄)
+    quadratic: Tensor  # ½ ‖v̄ − m‖²_A, the price of leaving the prior mean
+    occam: Tensor  # ½ [log|G + A| − log|A|], that of how much the data shrink the posterior
+    bound: str  # what the structure makes of the full curvature's evidence: BOUNDS
+
+
+def decompose(state: State, prior: Any, likelihood: Any, center: Center | None = None) -> Evidence:
+    """The evidence at the trained weights or at a center, by its terms.
+
+    At the tangent MAP it is differentiable in the hyperparameters without a derivative of v*: v* maximizes
+    fit − quadratic, and the Occam term does not depend on it (Eq. 21)."""
+    fit = likelihood.log_likelihood(state.statistics if center is None else center.statistics)
+    quadratic = 0.5 * (prior.precision.reshape(-1) * scatter(state, prior, center)).sum()
+    occam = 0.5 * log_det_ratio(state, prior, likelihood)
+    return Evidence(fit - quadratic - occam, fit, quadratic, occam, bound(state))
+
+
+def log_evidence(state: State, prior: Any, likelihood: Any, center: Center | None = None) -> Tensor:
+    """log Z at the trained weights or at a center, 0-dim float64."""
+    return decompose(state, prior, likelihood, center).log_evidence
+
+
+BOUNDS = {
+    "exact": "exact",
+    "lower": "lower bound of the full curvature's",
+    "neither": "neither a bound nor exact",
+}
+
+
+def bound(state: State) -> str:
+    """log|G + A| only grows as blocks of G are dropped (Fischer, Hadamard), if what is kept is exact."""
+    if state.factor.kind != "exact":
+        return BOUNDS["neither"]
+    return BOUNDS[{Full: "exact", Block: "lower", Diagonal: "lower"}.get(type(state.structure), "neither")]
 
 
 def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
@@ -62,5 +98,5 @@ def noise_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
 
 
 def mean_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:
-    """The mean of diag G over each prior group, (g,)."""
-    return (linalg.traces(curvature(state, likelihood), prior.groups()) / prior.counts()).detach()
+    """The mean of diag G over each prior group, in the prior's unit, (g,)."""
+    return (linalg.traces(curvature(state, likelihood), prior.operator()) / prior.counts()).detach()

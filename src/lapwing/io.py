@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lapwing import curvature, likelihoods, priors
+from lapwing.center import Center
 from lapwing.curvature import Factor, Part, State
 from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
@@ -177,6 +178,27 @@ def _unpack_tree(spec: dict[str, Any], tensors: dict[str, Tensor], device: torch
     return value
 
 
+# -- the tangent center ------------------------------------------------------------------------------------------
+
+
+def pack_center(center: Center | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if center is None:
+        return {}, {"tangent_map": None}
+    tensors = {"center.vector": center.vector}
+    tensors |= {f"center.statistics.{k}": v for k, v in center.statistics.items()}
+    kept = {"iterations": center.iterations, "residual": center.residual, "passes": center.passes}
+    return tensors, {"tangent_map": kept}
+
+
+def unpack_center(tensors: dict[str, Tensor], header: dict[str, Any], device: torch.device) -> Center | None:
+    kept = header.get("tangent_map")
+    if kept is None:
+        return None
+    prefix = "center.statistics."
+    statistics = {k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)}
+    return Center(tensors["center.vector"].to(device), statistics, **kept)
+
+
 # -- priors and likelihoods --------------------------------------------------------------------------------------
 
 
@@ -188,10 +210,10 @@ def pack_objects(prior: Any, likelihood: Any) -> tuple[dict[str, Tensor], dict[s
             )
     tensors = {f"prior.{k}": v for k, v in prior.hyperparameters.items()}
     tensors |= {f"likelihood.{k}": v for k, v in likelihood.hyperparameters.items()}
-    tensors["prior.mean"] = prior.mean_vector()
+    tensors["prior.mean"] = priors.Gaussian.mean_vector(prior)
     per = prior.per if isinstance(prior.per, str) else list(prior.per)
     return tensors, {
-        "prior": {"kind": type(prior).__name__, "per": per},
+        "prior": {"kind": type(prior).__name__, "per": per, "floor": getattr(prior, "floor", None)},
         "likelihood_object": {"kind": type(likelihood).__name__},
     }
 
@@ -199,10 +221,12 @@ def pack_objects(prior: Any, likelihood: Any) -> tuple[dict[str, Tensor], dict[s
 def unpack_objects(tensors: dict[str, Tensor], header: dict[str, Any], layout: Layout) -> tuple[Any, Any]:
     per = header["prior"]["per"]
     mean = tensors["prior.mean"]
+    floor = header["prior"].get("floor")
     prior = getattr(priors, header["prior"]["kind"])(
         precision=tensors["prior.precision"],
         per=per if isinstance(per, str) else tuple(per),
         mean=float(mean[0]) if bool((mean == mean[0]).all()) else layout.unflatten(mean),
+        **({} if floor is None else {"floor": floor}),
     )
     hyperparameters = {k.removeprefix("likelihood."): v for k, v in tensors.items() if k.startswith("likelihood.")}
     return prior, getattr(likelihoods, header["likelihood_object"]["kind"])(**hyperparameters)

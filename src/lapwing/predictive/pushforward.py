@@ -39,12 +39,14 @@ def predict(
     x: Any,
     link: str = "auto",
     *,
+    center: Tensor | None = None,
     joint: bool = False,
     via: str = "tangent",
     samples: int = 64,
     generator: torch.Generator | None = None,
     memory_budget: int = 2**30,
 ) -> Prediction:
+    """Predict at x, about f(x), or about h(x, v̄) = f(x) + J(x)(v̄ − θ*) where a center v̄ is given."""
     check_finite(x, "the inputs")
     if any(t.ndim and not len(t) for t in tree.tensors(x)):
         raise InvalidValue("the inputs hold no example to predict at; give at least one")
@@ -54,8 +56,9 @@ def predict(
         if via != "tangent":
             raise InvalidValue(f"via must be 'tangent' or 'network', got {via!r}")
         if not joint and tangent.outputs(x) > MANY:
-            return _by_draws(tangent, posterior, likelihood, x, link, samples, generator)
+            return _by_draws(tangent, posterior, likelihood, x, link, center, samples, generator)
         f, cov = latent(tangent, posterior, x, joint, memory_budget)
+        f = f if center is None else f + _moved(tangent, center, x)
         return Prediction(likelihood, _float(f), cov.to(_float(f)), link, joint)
 
 
@@ -103,7 +106,7 @@ def runs(
 def _dense(maker: RowMaker, posterior: Gaussian, x: Any, record: Record, joint: bool, budget: int) -> Tensor:
     """One dense precision: rows of the Jacobian, in pieces."""
     f = record.f.detach()
-    outer = None if joint else maker.outer(record, _units(f))
+    outer = None if joint else maker.head(record) or maker.outer(record, _units(f))
     if outer is not None:
         return posterior.covariance(outer).reshape(*f.shape, f.shape[-1])
     pieces = maker.rows(record, x, _units(f), budget // 6)
@@ -134,12 +137,19 @@ def _units(f: Tensor) -> Tensor:
     return eye.expand(len(f), *eye.shape)
 
 
+def _moved(tangent: TangentModel, center: Tensor, x: Any) -> Tensor:
+    """J(x)(v̄ − θ*)."""
+    away = (center - tangent.theta.to(center)).to(tangent.dtype)
+    return tangent.jvp(x, tangent.layout.unflatten(away)).detach()
+
+
 def _by_draws(
     tangent: TangentModel,
     posterior: Gaussian,
     likelihood: Likelihood,
     x: Any,
     link: str,
+    center: Tensor | None,
     samples: int,
     generator: torch.Generator | None,
 ) -> Prediction:
@@ -148,7 +158,7 @@ def _by_draws(
         raise InvalidValue(
             f"more than {MANY} outputs are predicted by draws, so link={link!r} cannot apply; use 'auto'"
         )
-    f = _float(tangent(x))
+    f = _float(tangent(x) if center is None else tangent(x) + _moved(tangent, center, x))
     away = posterior.draw(samples, generator) - posterior.mean
     draws = [_float(tangent.jvp(x, tangent.layout.unflatten(z.to(tangent.dtype)))) for z in away]
     return Prediction(likelihood, f, None, "monte_carlo", False, f + torch.stack(draws))

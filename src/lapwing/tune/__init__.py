@@ -3,5 +3,9 @@
 from lapwing.tune.bounds import Tuning
 from lapwing.tune.evidence import evidence
 from lapwing.tune.fixed_point import mackay
+from lapwing.tune.modes import warn_no_mode
+from lapwing.tune.online import OnlineEvidence
+from lapwing.tune.tracking import Tracker
+from lapwing.tune.training import mackay_training
 
-__all__ = ["Tuning", "evidence", "mackay"]
+__all__ = ["OnlineEvidence", "Tracker", "Tuning", "evidence", "mackay", "mackay_training", "warn_no_mode"]

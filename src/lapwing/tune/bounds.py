@@ -35,6 +35,9 @@ class Tuning:
     converged: bool
     at_bound: tuple[str, ...]
     fixed: tuple[str, ...] = ()
+    passes: int = 0  # over the data; the trained weights as center need none
+    residual: float = 0.0  # of v*, see lw.center
+    note: str = ""  # what was found about the network, and done
 
 
 @dataclass(frozen=True)

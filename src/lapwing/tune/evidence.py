@@ -2,6 +2,7 @@
 
 Each is moved inside its bounds by log λ = low + (high − low)·sigmoid(u); L-BFGS with a strong Wolfe search on u.
 With a scalar prior one factorization serves every step; with groups, dense curvature is factorized at each.
+At the tangent center v* is solved for again at each evaluation; its derivative drops out of the gradient (Eq. 21).
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ from lapwing.curvature import State
 from lapwing.errors import NotConverged
 from lapwing.evidence import log_evidence
 from lapwing.tune.bounds import Box, Tuning, at_values, box, warn_bound
+from lapwing.tune.tracking import Tracker
 
 TOLERANCE = 1e-6  # of the gradient in log space, relative to the number of parameters and data
 STEPS = 200
 
 
-def evidence(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...] = ()) -> tuple[Any, Any, Tuning]:
-    """The prior and likelihood that the evidence picks, at the trained weights, and how it went."""
+def evidence(
+    state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...] = (), tracker: Tracker | None = None
+) -> tuple[Any, Any, Tuning]:
+    """The prior and likelihood that the evidence picks, at the trained weights or at the v* of a tracker, and how it
+    went."""
     bounds = box(state, prior, likelihood, fixed)
+    bounds = bounds if tracker is None else tracker.started(bounds, prior)
     u = {key: _to_free(value, bounds, key).requires_grad_() for key, value in bounds.start.items()}
     trace: list[float] = []
 
     def objective() -> Tensor:
-        return log_evidence(state, *at_values(prior, likelihood, _to_log(u, bounds)))
+        return _log_evidence(state, *at_values(prior, likelihood, _to_log(u, bounds)), tracker)
 
     optimizer = torch.optim.LBFGS(
         list(u.values()),
@@ -51,24 +57,28 @@ def evidence(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...] =
 
     optimizer.step(closure)
     final = {key: value.detach() for key, value in _to_log(u, bounds).items()}
-    slope = _slope(state, prior, likelihood, final)
+    slope = _slope(state, prior, likelihood, final, tracker)
     at_bound = bounds.at_bound(final)
     scale = TOLERANCE * (state.layout.size + state.n)
     converged = bool(at_bound) or max(float(s.abs().max()) for s in slope.values()) <= max(1e-3, scale)
     warn_bound(at_bound)
     new_prior, new_likelihood = at_values(prior, likelihood, final)
     steps = optimizer.state[next(iter(u.values()))]["n_iter"]
-    return (
-        new_prior,
-        new_likelihood,
-        Tuning("evidence", "map", tuple(trace), steps, converged, at_bound, tuple(fixed)),
-    )
+    report = Tuning("evidence", "map", tuple(trace), steps, converged, at_bound, tuple(fixed))
+    return new_prior, new_likelihood, report if tracker is None else tracker.report(report, new_prior, new_likelihood)
 
 
-def _slope(state: State, prior: Any, likelihood: Any, log_values: dict[str, Tensor]) -> dict[str, Tensor]:
+def _log_evidence(state: State, prior: Any, likelihood: Any, tracker: Tracker | None) -> Tensor:
+    center = None if tracker is None else tracker.center(prior, likelihood)
+    return log_evidence(state, prior, likelihood, center)
+
+
+def _slope(
+    state: State, prior: Any, likelihood: Any, log_values: dict[str, Tensor], tracker: Tracker | None
+) -> dict[str, Tensor]:
     """∂ log Z / ∂ log hyperparameters."""
     moving = {k: v.clone().requires_grad_() for k, v in log_values.items()}
-    value = log_evidence(state, *at_values(prior, likelihood, moving))
+    value = _log_evidence(state, *at_values(prior, likelihood, moving), tracker)
     return dict(zip(moving, torch.autograd.grad(value, list(moving.values())), strict=True))
 
 

@@ -1,7 +1,8 @@
 """MacKay's fixed point: λ_g ← γ_g / ‖v̄_g − m_g‖²,  σ² ← SSE / (N·C − γ), per output SSE_c / (N − γ_c)   (Eq. 7)
 
-A stationary point of the evidence. At the trained weights ‖v̄‖ does not move with λ, and the map λ ↦ γ(λ)/‖v̄‖² can
-circle; so where a step turns back, the next goes half as far in log λ.
+A stationary point of the evidence. At the tangent center v̄ = v* is solved for again at each step, loosely while the
+hyperparameters still move. At the trained weights ‖v̄‖ does not move with λ, and the map λ ↦ γ(λ)/‖v̄‖² can circle; so
+where a step turns back, the next goes half as far in log λ.
 """
 
 from __future__ import annotations
@@ -11,33 +12,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.center import Center
 from lapwing.curvature import State
 from lapwing.errors import NotConverged
 from lapwing.evidence import effective_dimension, log_evidence, noise_dimension, scatter
 from lapwing.tune.bounds import Tuning, at_values, box, warn_bound
+from lapwing.tune.tracking import Tracker
 
 TOLERANCE = 1e-3
 STEPS = 500
 
 
 def mackay(
-    state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...] = (), tolerance: float = TOLERANCE
+    state: State,
+    prior: Any,
+    likelihood: Any,
+    fixed: tuple[str, ...] = (),
+    tolerance: float = TOLERANCE,
+    tracker: Tracker | None = None,
 ) -> tuple[Any, Any, Tuning]:
-    """Iterate to |γ_g − λ_g ‖v̄_g‖²| ≤ tolerance · max(1, γ_g), and σ to the same relative change."""
+    """Iterate to |γ_g − λ_g ‖v̄_g‖²| ≤ tolerance · max(1, γ_g), and σ to the same relative change; at the trained
+    weights, or at the v* of a tracker."""
     bounds = box(state, prior, likelihood, fixed)
+    bounds = bounds if tracker is None else tracker.started(bounds, prior)
     values, step = dict(bounds.start), {k: torch.zeros_like(v) for k, v in bounds.start.items()}
     damping = {k: torch.ones_like(v) for k, v in bounds.start.items()}
-    square, trace, settled = scatter(state, prior), [], False
+    trace: list[float] = []
+    settled, center, gap = False, None, 1.0
     for _ in range(STEPS):
         now = at_values(prior, likelihood, values)
+        if tracker is not None:
+            center = tracker.center(*now, tolerance=max(0.1 * tolerance, min(0.1, 0.1 * gap)))
+        square = scatter(state, prior, center)
         gamma = effective_dimension(state, *now)
         with torch.no_grad():
-            trace.append(float(log_evidence(state, *now)))
+            trace.append(float(log_evidence(state, *now, center)))
         wanted = {
-            k: v.clamp(bounds.low[k], bounds.high[k]) for k, v in _targets(state, gamma, square, values, *now).items()
+            k: v.clamp(bounds.low[k], bounds.high[k])
+            for k, v in _targets(state, gamma, square, values, *now, center).items()
         }
         _check_finite(wanted)
-        settled = _settled(gamma, square, values, wanted, tolerance)
+        gap = _gap(gamma, square, values, wanted)
+        settled = gap <= tolerance
         if settled:
             break
         for key, target in wanted.items():
@@ -47,19 +63,27 @@ def mackay(
             values[key] = values[key] + step[key]
     at_bound = bounds.at_bound(values)
     warn_bound(at_bound)
+    found = at_values(prior, likelihood, values)
     report = Tuning("mackay", "map", tuple(trace), len(trace), settled, at_bound, tuple(fixed))
-    return *at_values(prior, likelihood, values), report
+    return *found, report if tracker is None else tracker.report(report, *found)
 
 
 def _targets(
-    state: State, gamma: Tensor, square: Tensor, values: dict[str, Tensor], prior: Any, likelihood: Any
+    state: State,
+    gamma: Tensor,
+    square: Tensor,
+    values: dict[str, Tensor],
+    prior: Any,
+    likelihood: Any,
+    center: Center | None,
 ) -> dict[str, Tensor]:
     tiny = torch.finfo(torch.float64).tiny
     out = {}
     if "precision" in values:
         out["precision"] = (gamma.clamp(min=tiny) / square.clamp(min=tiny)).log()
     if "noise" in values:
-        sse, count = state.statistics["sse"], state.statistics["count"]
+        statistics = state.statistics if center is None else center.statistics
+        sse, count = statistics["sse"], statistics["count"]
         if not likelihood.per_output:
             sse, count = sse.sum(), count.sum()
         free = (count - noise_dimension(state, prior, likelihood)).clamp(min=1e-3)
@@ -67,15 +91,16 @@ def _targets(
     return out
 
 
-def _settled(
-    gamma: Tensor, square: Tensor, values: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float
-) -> bool:
-    at_target = {k: (wanted[k] - values[k]).abs() < 1e-12 for k in values}
+def _gap(gamma: Tensor, square: Tensor, values: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """How far the hyperparameters are from their targets: |γ_g − λ_g‖v̄_g‖²| / max(1, γ_g), and |Δ log σ|."""
+    gaps = [torch.zeros(1, dtype=torch.float64)]
     if "precision" in values:
-        gap = (gamma - values["precision"].exp() * square).abs() <= tolerance * gamma.clamp(min=1)
-        if not bool((gap | at_target["precision"]).all()):
-            return False
-    return "noise" not in values or bool(((wanted["noise"] - values["noise"]).abs() <= tolerance).all())
+        gap = (gamma - values["precision"].exp() * square).abs() / gamma.clamp(min=1)
+        at_target = (wanted["precision"] - values["precision"]).abs() < 1e-12
+        gaps.append(torch.where(at_target, 0.0, gap).reshape(-1))
+    if "noise" in values:
+        gaps.append((wanted["noise"] - values["noise"]).abs().reshape(-1))
+    return float(torch.cat([gap.cpu() for gap in gaps]).max())
 
 
 def _check_finite(wanted: dict[str, Tensor]) -> None:

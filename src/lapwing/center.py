@@ -1,0 +1,364 @@
+"""The tangent MAP: where the posterior of the tangent model h(x, v) = f(x, θ*) + J(x)(v − θ*) has its mode (Eq. 20),
+
+    v* = argmin_v  −Σ_n log p(y_n | h(x_n, v)) + ½ ‖v − m‖²_A
+
+convex, whatever the network. The trained weights θ* need not be near it: with normalization layers the network does not
+depend on the scale of its weights, but the prior does, and θ* is no mode at all.
+
+Newton's method, each step by conjugate gradients with true products of J (`Jacobian`), preconditioned by P = Ĝ + A, the
+precision of the fitted structure. With the full structure and a Gaussian likelihood P is the Hessian, and one step is
+exact; otherwise P only says how many products a step takes. Outputs are kept, h moves by J d along a direction d, and a
+line search along it costs no pass. Stationarity is measured in the norm of P⁻¹: a gain of ½‖g‖²_{P⁻¹} nats is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing import data as loading
+from lapwing.curvature import BUDGET, State
+from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.curvature.cover import cover
+from lapwing.curvature.products import output_curvature
+from lapwing.curvature.rows import RowMaker
+from lapwing.errors import InvalidValue, NotConverged
+from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.operators import linalg
+from lapwing.posterior import curvature
+from lapwing.tangent import TangentModel
+
+EXACT, STREAMED = 1e-10, 1e-4  # tolerances: with the rows of J in memory, and with J by passes over the data
+NEWTON, STEPS = 50, 300  # steps of Newton's method, and of conjugate gradients for each
+ROUNDING = 30  # of an output, in units of its last place
+SAME = 1e-4  # how far sums over the same data may be apart, relative
+
+
+@dataclass(frozen=True, eq=False)
+class Center:
+    """v* and how it was found."""
+
+    vector: Tensor  # v*, (p,), float64
+    statistics: dict[str, Tensor]  # the likelihood's sums at h(x, v*)
+    iterations: int  # Newton steps
+    residual: float  # ‖gradient‖_{P⁻¹} / max(1, ‖v* − m‖_A)
+    passes: int  # over the data
+    outputs: Tensor | None = field(default=None, repr=False)  # h(x_n, v*), (m, c): to start the next from; not saved
+    pulled: Tensor | None = field(default=None, repr=False)  # Σ_n J_nᵀ ∂ log p(y_n | h), (p,); not saved
+    weights: Tensor | None = field(default=None, repr=False)  # the curvature weights that it was pulled at
+
+    def alone(self) -> Center:
+        """Without what belongs to one reading of the data."""
+        return replace(self, outputs=None, pulled=None, weights=None)
+
+
+# -- J over the data ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Jacobian:
+    """J of all the data at once: outputs and targets in memory, J itself as rows where they fit, else by passes."""
+
+    tangent: TangentModel
+    batches: Iterable[Any]
+    f: Tensor  # (m, c), float64: one row a position
+    y: Tensor
+    shapes: tuple[torch.Size, ...]  # of the outputs of each batch
+    rows: Tensor | None  # (m·c, p), float64
+    counter: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def passes(self) -> int:
+        return self.counter["passes"]
+
+    @property
+    def eps(self) -> float:
+        """Of the numbers that products with J are made in."""
+        return torch.finfo(torch.float64 if self.rows is not None else self.tangent.dtype).eps
+
+    def push(self, v: Tensor) -> Tensor:
+        """J v, (p,) -> (m, c)."""
+        if self.rows is not None:
+            return (self.rows @ v).reshape(self.f.shape)
+        return torch.cat([self._push(x, v) for x, _, _ in self._each()])
+
+    def pull(self, u: Tensor) -> Tensor:
+        """Jᵀu, (m, c) -> (p,)."""
+        if self.rows is not None:
+            return u.reshape(-1) @ self.rows
+        return torch.stack([self._pull(x, u[index], shape) for x, index, shape in self._each()]).sum(0)
+
+    def through(self, v: Tensor, middle: Callable[[Tensor, slice], Tensor]) -> tuple[Tensor, Tensor]:
+        """J v and Jᵀ middle(J v), by one pass."""
+        if self.rows is not None:
+            jv = self.push(v)
+            return jv, self.pull(middle(jv, slice(None)))
+        pushed, pulled = [], torch.zeros_like(v)
+        for x, index, shape in self._each():
+            pushed.append(self._push(x, v))
+            pulled += self._pull(x, middle(pushed[-1], index), shape)
+        return torch.cat(pushed), pulled
+
+    def column_squares(self, probes: int = 4) -> Tensor:
+        """diag JᵀJ, (p,): exactly from rows, else an estimate with random signs, E(Jᵀε)² = diag JᵀJ."""
+        if self.rows is not None:
+            return torch.einsum("rp,rp->p", self.rows, self.rows)
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
+        for x, _, shape in self._each():
+            signs = torch.randint(0, 2, (probes, *shape), generator=generator).to(self.f) * 2 - 1
+            total += self.tangent.vjps(x, signs).to(total).square().mean(0)
+        return total
+
+    def _push(self, x: Any, v: Tensor) -> Tensor:
+        out = self.tangent.jvps(x, v.unsqueeze(0))[1][0].detach()
+        return out.reshape(-1, out.shape[-1]).to(torch.float64)
+
+    def _pull(self, x: Any, u: Tensor, shape: torch.Size) -> Tensor:
+        return self.tangent.vjps(x, u.reshape(1, *shape))[0].to(torch.float64)
+
+    def _each(self) -> Iterator[tuple[Any, slice, torch.Size]]:
+        """The batches again, with the rows of f that are theirs; another order, or other data, is an error."""
+        self.counter["passes"] += 1
+        start, shapes = 0, iter(self.shapes)
+        for x, y in loading.passes(self.batches, self.tangent.device, label="tangent map"):
+            shape = next(shapes, torch.Size((0, 1)))
+            index = slice(start, start + shape[:-1].numel())
+            held = self.y[index]
+            if y.numel() != held.numel() or not torch.equal(y.reshape(held.shape), held):
+                raise InvalidValue(
+                    "the data gave other targets, or another order of them, in another pass; the tangent center reads "
+                    "them several times: give a loader that does the same in every pass (shuffle=False)"
+                )
+            yield x, index, shape
+            start = index.stop
+        if start != len(self.f):
+            raise InvalidValue(f"the data gave {len(self.f)} rows of targets in one pass and {start} in another")
+
+
+@torch.inference_mode(False)
+def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_budget: int = BUDGET) -> Jacobian:
+    """The Jacobian of the data of the fit, by one pass; other data than those are an error."""
+    tangent = state.tangent
+    fs: list[Tensor] = []
+    ys: list[Tensor] = []
+    rows: list[Tensor] = []
+    shapes: list[torch.Size] = []
+    held, maker = False, None
+    for x, y in loading.passes(batches, tangent.device, label="tangent map"):
+        if maker is None:
+            maker = RowMaker(tangent, cover(tangent, x))
+        record = maker.run(x)
+        f = record.f.detach()
+        if not fs:
+            every = state.n * f[0].numel()
+            held = 8 * every * tangent.layout.size <= memory_budget // 2
+            if 48 * every > memory_budget:
+                raise InvalidValue(
+                    f"the tangent center keeps outputs of all data in memory, {state.n} x {f[0].numel()} several "
+                    "times, which is past memory_budget; raise it, or use center='map'"
+                )
+        if held:
+            pieces = maker.rows(record, x, _units(f), memory_budget // 8)
+            rows += [piece.reshape(-1, tangent.layout.size).to(torch.float64) for piece in pieces]
+        fs.append(flat_outputs(f).to(torch.float64))
+        ys.append(flat_targets(f, y))
+        shapes.append(f.shape)
+    jacobian = Jacobian(
+        tangent, batches, torch.cat(fs), torch.cat(ys), tuple(shapes), torch.cat(rows) if held else None
+    )
+    jacobian.counter["passes"] += 1
+    _check_same(state, likelihood, jacobian)
+    return jacobian
+
+
+def _check_same(state: State, likelihood: Likelihood, jacobian: Jacobian) -> None:
+    n = sum(shape[0] for shape in jacobian.shapes)
+    found = likelihood.statistics(jacobian.f, jacobian.y)
+    apart = [
+        key
+        for key, value in state.statistics.items()
+        if not torch.allclose(found[key], value, rtol=SAME, atol=SAME * float(value.abs().max()))
+    ]
+    if n != state.n or apart:
+        what = f"{n} examples, not {state.n}" if n != state.n else f"another {apart[0]} of the network's outputs"
+        raise InvalidValue(
+            f"these are not the data of the fit: they have {what}. Give the same data, without augmentation, or use "
+            "center='map', which reads none"
+        )
+
+
+def _units(f: Tensor) -> Tensor:
+    """One cotangent for each output of an example, (n, q·c, ..., c)."""
+    eye = torch.eye(f[0].numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape[1:])
+    return eye.expand(len(f), *eye.shape)
+
+
+# -- the objective -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """−log joint density of the tangent model, as a function of v and the outputs z = h(·, v)."""
+
+    jacobian: Jacobian
+    likelihood: Likelihood
+    precision: Any  # P = Ĝ + A, an operator
+    a: Tensor  # diag A, (p,)
+    m: Tensor  # prior mean, (p,)
+
+    @property
+    def weights(self) -> Tensor:
+        return self.likelihood.curvature_weights("exact").to(self.a)
+
+    def score(self, z: Tensor) -> Tensor:
+        """∂ log p(y | z), (m, c)."""
+        return self.likelihood.score(z, self.jacobian.y) * self.weights
+
+    def gradient(self, v: Tensor, pulled: Tensor) -> Tensor:
+        """Of the log joint density, uphill: Jᵀ score − A(v − m)."""
+        return pulled - self.a * (v - self.m)
+
+    def value(self, v: Tensor, z: Tensor) -> float:
+        """The log joint density, without the prior's constant; NaN beyond the likelihood's domain."""
+        fit = self.likelihood.log_prob(z, self.jacobian.y).sum()
+        return float(fit - 0.5 * (self.a * (v - self.m).square()).sum())
+
+    def hessian(self, z: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """J d and (Σ J_nᵀ Λ(z_n) J_n + A) d."""
+
+        def middle(jd: Tensor, index: slice) -> Tensor:
+            return output_curvature(self.likelihood, z[index], jd.unsqueeze(0))[0]
+
+        jd, pulled = self.jacobian.through(d, middle)
+        return jd, pulled + self.a * d
+
+    def size(self, v: Tensor) -> float:
+        """max(1, ‖v − m‖_A), what a residual is relative to: √γ at the precision that the evidence picks."""
+        return max(1.0, float((self.a * (v - self.m).square()).sum().sqrt()))
+
+    def rounding(self, v: Tensor, z: Tensor) -> float:
+        """The residual that rounding of the outputs leaves: ‖Λ^½ δz‖ for δz of the last place of z."""
+        jacobian = self.jacobian
+        reach = torch.stack([z, jacobian.f])
+        loss = (reach * torch.stack([output_curvature(self.likelihood, z, one.unsqueeze(0))[0] for one in reach])).sum()
+        return ROUNDING * jacobian.eps * (float(loss.clamp(min=0).sqrt()) / self.size(v) + 1)
+
+
+@torch.no_grad()
+def tangent_map(
+    state: State,
+    prior: Any,
+    likelihood: Likelihood,
+    jacobian: Jacobian,
+    start: Center | None = None,
+    *,
+    tolerance: float | None = None,
+    strict: bool = True,
+) -> Center:
+    """v* for this prior and noise, from `start` (the trained weights unless given) to a residual of `tolerance`.
+
+    Raises NotConverged where that is not reached; with strict=False the residual says so.
+    """
+    a = prior.operator()
+    precision = linalg.shift(curvature(state, _detached(likelihood)), _detached(a))
+    objective = Objective(jacobian, _detached(likelihood), precision, a.dense().detach(), prior.mean_vector())
+    tolerance = tolerance or (EXACT if jacobian.rows is not None else STREAMED)
+    theta, before = state.tangent.theta.to(torch.float64), jacobian.passes
+    v = theta if start is None else start.vector
+    z = _outputs(jacobian, start, v, theta)
+    pulled = _pulled(objective, start, z)
+    residual, last, step = float("inf"), float("inf"), 0
+    for step in range(NEWTON + 1):
+        g = objective.gradient(v, pulled)
+        decrement = float((g * linalg.solve(precision, g)).sum().clamp(min=0).sqrt())
+        size = objective.size(v)
+        last, residual = residual, decrement / size
+        if not residual < float("inf"):
+            raise NotConverged(f"the gradient of the tangent model became {residual}; check targets, weights and noise")
+        goal = max(tolerance, objective.rounding(v, z))
+        if residual <= goal or step == NEWTON or (step > 3 and residual >= last):
+            break
+        forcing = 0.3 * goal / residual
+        if not isinstance(likelihood, Gaussian):  # a quadratic model of the objective is no better than this
+            forcing = max(forcing, min(0.1, residual**0.5))
+        d, jd = _direction(objective, z, g, min(0.3, forcing))
+        t = _step_length(objective, v, z, d, jd)
+        v, z = v + t * d, z + t * jd
+        pulled = jacobian.pull(objective.score(z))
+    if strict and residual > goal:
+        raise NotConverged(
+            f"the tangent MAP ended at a residual of {residual:.3g} after {step} Newton steps, for a tolerance of "
+            f"{tolerance:.3g}; use a structure closer to the full curvature ('kron' for 'diag', 'full' for 'kron'), a "
+            "larger prior precision or noise, a network in float64, or center='map'"
+        )
+    statistics = likelihood.statistics(z, jacobian.y)
+    return Center(v, statistics, step, residual, jacobian.passes - before, z, pulled, objective.weights)
+
+
+def _detached(thing: Any) -> Any:
+    """The same diagonal or likelihood with hyperparameters that carry no gradient."""
+    if isinstance(thing, Likelihood):
+        return thing.replace(**{k: value.detach() for k, value in thing.hyperparameters.items()})
+    return replace(thing, values=thing.values.detach())
+
+
+def _outputs(jacobian: Jacobian, start: Center | None, v: Tensor, theta: Tensor) -> Tensor:
+    if start is None:
+        return jacobian.f
+    return start.outputs if start.outputs is not None else jacobian.f + jacobian.push(v - theta)
+
+
+def _pulled(objective: Objective, start: Center | None, z: Tensor) -> Tensor:
+    """Jᵀ score at the start; what is known of it for another noise serves, where one weight is all that differs."""
+    now, known = objective.weights, None if start is None else start.weights
+    if start is not None and start.pulled is not None and known is not None:
+        ratio = now / known
+        if bool((ratio == ratio[0]).all()):
+            return start.pulled * ratio[0]
+    return objective.jacobian.pull(objective.score(z))
+
+
+def _direction(objective: Objective, z: Tensor, g: Tensor, forcing: float) -> tuple[Tensor, Tensor]:
+    """d ≈ (H(z) + A)⁻¹ g and J d, by conjugate gradients to ‖g − (H + A) d‖_{P⁻¹} ≤ forcing·‖g‖_{P⁻¹}."""
+    d, jd, r = torch.zeros_like(g), torch.zeros_like(z), g
+    s = linalg.solve(objective.precision, r)
+    along, rho = s, (r * s).sum()
+    goal = forcing**2 * rho
+    for _ in range(STEPS):
+        j_along, image = objective.hessian(z, along)
+        t = rho / (along * image).sum()
+        d, jd, r = d + t * along, jd + t * j_along, r - t * image
+        s = linalg.solve(objective.precision, r)
+        before, rho = rho, (r * s).sum()
+        if not bool(rho > goal):
+            break
+        along = s + (rho / before) * along
+    return d, jd
+
+
+def _step_length(objective: Objective, v: Tensor, z: Tensor, d: Tensor, jd: Tensor) -> float:
+    """t along d. The slope of a convex objective is monotone in t: the search is for where it is nearly zero, first at
+    t = 1, and takes a t short of the minimum, or beyond it by little and with a gain."""
+
+    def slope(t: float) -> float:
+        prior = (objective.a * (v + t * d - objective.m) * d).sum()
+        out = float(prior - (objective.score(z + t * jd) * jd).sum())
+        return out if objective.value(v + t * d, z + t * jd) > -float("inf") else float("nan")
+
+    at_zero, here = -slope(0.0), objective.value(v, z)
+    low, high, t = 0.0, float("inf"), 1.0
+    for _ in range(100):
+        now = slope(t)
+        if -0.5 * at_zero <= now <= 0:
+            break
+        if 0 < now <= 0.1 * at_zero and objective.value(v + t * d, z + t * jd) >= here - 1e-12 * abs(here):
+            break
+        low, high = (t, high) if now < 0 else (low, t)  # NaN, beyond the likelihood's domain, is too far
+        t = 2 * t if high == float("inf") else 0.5 * (low + high)
+    return t

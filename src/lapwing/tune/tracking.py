@@ -1,0 +1,79 @@
+"""v* followed through changing hyperparameters: the tangent center of a tuning.
+
+Each v* starts from the last, over one reading of the data. A group starts at λ_g = tr(K_g)/(N·C), K_g = J_g J_gᵀ/λ_g at
+λ_g = 1, which gives the outputs prior variance 1 from each group: a start that, and so an optimum that, does not depend
+on how a layer is scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.center import EXACT, STREAMED, Center, Jacobian, tangent_map
+from lapwing.curvature import State
+from lapwing.tune.bounds import Box, Tuning
+
+
+@dataclass(eq=False)
+class Tracker:
+    """Mutable inside one tuning only: it remembers the last v*."""
+
+    state: State
+    jacobian: Jacobian
+    last: Center | None = None
+    first: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = self.jacobian.passes - 1  # the reading is one
+
+    @property
+    def held(self) -> bool:
+        return self.jacobian.rows is not None
+
+    @property
+    def tolerance(self) -> float:
+        return EXACT if self.held else STREAMED
+
+    @property
+    def passes(self) -> int:
+        return self.jacobian.passes - self.first
+
+    def center(self, prior: Any, likelihood: Any, tolerance: float | None = None, strict: bool = False) -> Center:
+        tolerance = max(self.tolerance, tolerance or 0.0)
+        self.last = tangent_map(
+            self.state, prior, likelihood, self.jacobian, self.last, tolerance=tolerance, strict=strict
+        )
+        return self.last
+
+    def found(self) -> Center:
+        assert self.last is not None
+        return self.last.alone()
+
+    def report(self, tuning: Tuning, prior: Any, likelihood: Any) -> Tuning:
+        """The record of a tuning at this center, once v* is what it is asked to be at the hyperparameters found."""
+        center = self.center(prior, likelihood, strict=True)
+        return replace(tuning, center="tangent", passes=self.passes, residual=center.residual)
+
+    def started(self, bounds: Box, prior: Any) -> Box:
+        """The bounds with the precisions' start at tr(K_g)/(N·C)."""
+        if "precision" not in bounds.start:
+            return bounds
+        groups = prior.groups()
+        unit = prior.operator().dense().detach() / groups.dense().detach()  # A at λ = 1
+        squares = self.jacobian.column_squares() / unit
+        trace = _sum_by(groups, squares) / self.jacobian.f.numel()
+        low, high = bounds.low["precision"], bounds.high["precision"]
+        start = trace.clamp(min=torch.finfo(torch.float64).tiny).log().clamp(low + 1, high - 1)
+        return replace(bounds, start={**bounds.start, "precision": start})
+
+
+def _sum_by(groups: Any, values: Tensor) -> Tensor:
+    if groups.uniform:
+        return values.sum().reshape(1)
+    if groups.index is None:
+        return values
+    return values.new_zeros(groups.values.numel()).index_add(0, groups.index, values)
