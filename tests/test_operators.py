@@ -8,6 +8,7 @@ of `shifts`: it must then raise Unsupported; `index` says which entries share a 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import warnings
@@ -22,7 +23,18 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lapwing.errors import LapwingError, LapwingWarning, NotPositiveDefinite, Unsupported
-from lapwing.operators import Blocks, Dense, Diagonal, HeldRows, Kronecker, OuterRows, RootPlusDiagonal, linalg, root
+from lapwing.operators import (
+    Blocks,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    HeldRows,
+    Kronecker,
+    OuterRows,
+    RootPlusDiagonal,
+    linalg,
+    root,
+)
 from lapwing.operators.diagonal import element_wise
 from lapwing.operators.root import Pair
 
@@ -465,6 +477,30 @@ class TestKroneckerOfOneHotInputs(TestKroneckerByColumn):
         return Kronecker(a, b, s), torch.block_diag(*blocks)
 
 
+class TestEigenKronecker(Compliance):
+    """U diag(v) Uᵀ with U = blockdiag_b(U_B ⊗ U_A) over W (b, o, i) = (2, 2, 3); one prior precision alone."""
+
+    shifts = ("uniform",)
+    one_hot = False
+
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        ub = torch.linalg.qr(normal(generator, 2, 2, 2))[0]
+        ua = torch.eye(3, dtype=torch.float64).expand(2, 3, 3)
+        ua = ua if self.one_hot else torch.linalg.qr(normal(generator, 2, 3, 3))[0]
+        values = positive(generator, 2, 2, 3)
+        values[0, 1, 2] = 0  # singular
+        dense = torch.zeros(12, 12, dtype=torch.float64)
+        for j, o, i in itertools.product(range(2), range(2), range(3)):
+            vector = torch.zeros(2, 2, 3, dtype=torch.float64)
+            vector[j] = torch.outer(ub[j][:, o], ua[j][:, i])
+            dense += values[j, o, i] * torch.outer(vector.reshape(-1), vector.reshape(-1))
+        return EigenKronecker(values, None if self.one_hot else ua, ub), dense
+
+
+class TestEigenKroneckerOfOneHotInputs(TestEigenKronecker):
+    one_hot = True
+
+
 class TestBlocks(Compliance):
     """A dense, a diagonal and a root block, their entries interleaved."""
 
@@ -638,7 +674,7 @@ def test_a_missing_verb_raises_and_names_alternatives(name: str) -> None:
 @pytest.mark.parametrize("name", VERBS)
 def test_every_operator_has_every_verb(name: str) -> None:
     generic = getattr(linalg, name)
-    for operator in (Blocks, Dense, Diagonal, Kronecker, RootPlusDiagonal):
+    for operator in (Blocks, Dense, Diagonal, EigenKronecker, Kronecker, RootPlusDiagonal):
         assert generic.dispatch(operator) is not generic.dispatch(object)
 
 

@@ -91,9 +91,10 @@ def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Ten
     basis = {}
     for part, op in zip(parts, state.structure.operator(state, weights).parts, strict=True):
         if part.kind == "kron":
-            _, ua, _, basis[f"{part.name}/UB"] = op.decomposition
+            _, ua, _, ub = op.decomposition
+            basis[f"{part.name}/UB"] = ub.contiguous()  # as from a file, so that what is loaded rounds alike
             if ua is not None:
-                basis[f"{part.name}/UA"] = ua
+                basis[f"{part.name}/UA"] = ua.contiguous()
     return basis
 
 

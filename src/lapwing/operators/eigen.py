@@ -110,8 +110,8 @@ def _(op: EigenKronecker) -> Tensor:
 
 @linalg.to_dense.register
 def _(op: EigenKronecker) -> Tensor:
-    b, _, i = op.values.shape
+    b, o, i = op.values.shape
     ua = torch.eye(i, dtype=op.ub.dtype, device=op.ub.device).expand(b, i, i) if op.ua is None else op.ua
-    bases = [torch.kron(one, other) for one, other in zip(op.ub, ua, strict=True)]
-    out = torch.block_diag(*[u * v.reshape(-1) @ u.mT for u, v in zip(bases, op.values, strict=True)])
+    u = torch.einsum("bop,bij->boipj", op.ub, ua).reshape(b, o * i, o * i)
+    out = torch.block_diag(*(u * op.values.reshape(b, 1, -1) @ u.mT))
     return out if op.diag is None else out + op.diag.dense().diag()
