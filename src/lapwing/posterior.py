@@ -5,6 +5,7 @@ covariance of the tangent model at rows J:  J (G + A)⁻¹ Jᵀ
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature import Part, State
+from lapwing.errors import LapwingWarning
 from lapwing.operators import linalg
 from lapwing.tree import Layout
 
@@ -44,6 +46,26 @@ def curvature(state: State, likelihood: Any) -> Any:
     """G = Σ_g w_g G_g as an operator; one weight (one noise for all outputs) serves every G_g."""
     weights = likelihood.curvature_weights(state.factor.kind).to(state.tangent.device)
     return state.structure.operator(state, weights.expand(state.weights) if len(weights) == 1 else weights)
+
+
+def placed(prior: Any, state: State) -> Any:
+    """The prior at this state: one that looks at the curvature (the g-prior) sees it, at unit noise; others stay."""
+    if not hasattr(prior, "at"):
+        return prior
+    with torch.no_grad():
+        ones = torch.ones(state.weights, dtype=torch.float64, device=state.tangent.device)
+        eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
+        out = prior.at(state.structure.operator(state, ones), state.tangent.theta, eps)
+    dropped = out.counts_dropped()
+    if dropped and "dropped" not in state.cache:
+        state.cache["dropped"] = True  # said once
+        warnings.warn(
+            f"the g-prior drops {sum(dropped.values())} of {state.layout.size} weights, on which no output depends over "
+            f"these data; they stay at their trained values without variance (see la.coverage: {', '.join(dropped)})",
+            LapwingWarning,
+            stacklevel=4,
+        )
+    return out
 
 
 def condition(state: State, prior: Any, likelihood: Any, center: Tensor | None = None) -> Gaussian:

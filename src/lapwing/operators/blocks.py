@@ -37,19 +37,9 @@ class Blocks:
         return out
 
 
-def at(d: Diagonal, index: Tensor) -> Diagonal:
-    """The diagonal at some entries; uniform where they share one value."""
-    if d.uniform:
-        return Diagonal(d.values, len(index))
-    groups = index if d.index is None else d.index[index]
-    if bool((groups == groups[0]).all()):
-        return Diagonal(d.values[groups[0]].reshape(1), len(index))
-    return Diagonal(d.values, len(index), groups)
-
-
 @linalg.shift.register
 def _(op: Blocks, d: Diagonal) -> Blocks:
-    shifted = [linalg.shift(part, at(d, index)) for part, index in zip(op.parts, op.index, strict=True)]
+    shifted = [linalg.shift(part, d.at(index)) for part, index in zip(op.parts, op.index, strict=True)]
     return Blocks(tuple(shifted), op.index)
 
 

@@ -1,9 +1,10 @@
 """Dense operator: M = s·H + diag(d) with H (p, p) in memory.
 
-Two factorizations, each made once and only when asked for: the eigenvalues of H, shared by every s and every
-uniform d (so that tuning a scalar prior and the noise costs one), and the Cholesky factor of M itself.
+Two factorizations, each made once and only when asked for: the eigenvalues of H (of unit^-½ H unit^-½ where d has a
+unit), shared by every s and every single value of d (so that tuning a scalar prior and the noise costs one), and the
+Cholesky factor of M itself.
 
-    log|M| = Σ_i log(s·l_i + d)            uniform d, Eq. 8
+    log|M| = Σ_i log(s·l_i + d) + log|unit|            a single value d, Eq. 8
     ∂log|M|/∂d_i = (M⁻¹)_ii,  ∂log|M|/∂s = (p − Σ_i d_i (M⁻¹)_ii)/s        otherwise, Eq. 9
 """
 
@@ -35,7 +36,7 @@ class Dense:
     factor: Tensor | None = None  # s, 0-dim; None is 1
     diag: Diagonal | None = None
     psd: bool = True  # H is positive semidefinite up to rounding
-    cache: dict[str, Any] = field(default_factory=dict)  # of H: shared by every s and d
+    cache: dict[Any, Any] = field(default_factory=dict)  # of H: shared by every s and d
     columns: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)  # of L⁻¹, last asked for
 
     @property
@@ -58,9 +59,21 @@ class Dense:
 
     @property
     def eigenvalues(self) -> Tensor:
-        if "eigenvalues" not in self.cache:
-            self.cache["eigenvalues"], self.cache["clipping"] = linalg.spectrum(self.matrix.detach(), self.psd)
-        return self.cache["eigenvalues"]
+        """Of H, in the unit of d."""
+        kept = self.kept
+        if "eigenvalues" not in kept:
+            matrix = self.matrix.detach()
+            if self.diag is not None and self.diag.unit is not None:
+                root = self.diag.unit.rsqrt()
+                matrix = root[:, None] * matrix * root
+            kept["eigenvalues"], kept["clipping"] = linalg.spectrum(matrix, self.psd)
+        return kept["eigenvalues"]
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """Where the factorizations in the unit of d are kept."""
+        plain = self.diag is None or self.diag.unit is None
+        return self.cache if plain else self.cache.setdefault(self.diag.key, {})  # type: ignore[union-attr]
 
 
 class _LogDet(torch.autograd.Function):
@@ -121,12 +134,12 @@ def _(op: Dense) -> Tensor:
     zero = Diagonal(op.matrix.new_zeros(1), op.size)
     diag = zero if op.diag is None else op.diag
     wants_grad = torch.is_grad_enabled() and (s.requires_grad or diag.values.requires_grad)
-    # One evaluation is cheapest by Cholesky; many (tuning) by the eigenvalues, which serve every s and uniform d.
-    if diag.uniform and (wants_grad or "eigenvalues" in op.cache):
+    # One evaluation is cheapest by Cholesky; many (tuning) by the eigenvalues, which serve every s and single d.
+    if diag.single and (wants_grad or "eigenvalues" in op.kept):
         values = s * op.eigenvalues + diag.values
         if float(values.detach().min()) <= 0:
             raise linalg.not_positive_definite(float(values.detach().min()))
-        return values.log().sum()
+        return values.log().sum() if diag.unit is None else values.log().sum() + diag.unit.log().sum()
     return _LogDet.apply(s, diag.dense(), op.cholesky)
 
 

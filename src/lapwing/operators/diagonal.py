@@ -1,7 +1,8 @@
-"""Diagonal operator: M = diag(values[index]), with G values shared by p entries.
+"""Diagonal operator: M = diag(values[index] · unit), with G values shared by p entries.
 
 One class for the scalar (G = 1), the grouped (1 < G < p) and the element-wise (G = p) precision:
 index (p,) says which value an entry takes; index=None means one value for all (G = 1), or one each (G = p).
+`unit` (p,) is a fixed scale of each entry (the g-prior's second moments), 1 where None; it carries no gradient.
 """
 
 from __future__ import annotations
@@ -19,17 +20,27 @@ class Diagonal:
     values: Tensor  # (g,)
     size: int
     index: Tensor | None = None  # (p,) of int64
+    unit: Tensor | None = None  # (p,), positive
+
+    @property
+    def single(self) -> bool:
+        """One value, in the unit of each entry."""
+        return self.values.numel() == 1
 
     @property
     def uniform(self) -> bool:
-        """One value for every entry."""
-        return self.values.numel() == 1
+        """All entries the same."""
+        return self.single and self.unit is None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """A name for the unit, under which factorizations in it are kept."""
+        return "unit", 0 if self.unit is None else hash(self.unit.cpu().numpy().tobytes())
 
     def dense(self) -> Tensor:
         """The diagonal, (p,)."""
-        if self.index is not None:
-            return self.values[self.index]
-        return self.values.expand(self.size)
+        out = self.values.expand(self.size) if self.index is None else self.values[self.index]
+        return out if self.unit is None else out * self.unit
 
     def counts(self) -> Tensor:
         """How many entries each value has, (g,)."""
@@ -38,19 +49,31 @@ class Diagonal:
         return torch.full_like(self.values, self.size // self.values.numel())
 
     def logdet(self) -> Tensor:
-        return (self.counts() * self.values.log()).sum()
+        out = (self.counts() * self.values.log()).sum()
+        return out if self.unit is None else out + self.unit.log().sum()
+
+    def at(self, index: Tensor) -> Diagonal:
+        """The diagonal at some entries; one value where they share one."""
+        unit = None if self.unit is None else self.unit[index]
+        if self.single:
+            return Diagonal(self.values, len(index), unit=unit)
+        groups = index if self.index is None else self.index[index]
+        if bool((groups == groups[0]).all()):
+            return Diagonal(self.values[groups[0]].reshape(1), len(index), unit=unit)
+        return Diagonal(self.values, len(index), groups, unit)
 
     def restrict(self, columns: slice) -> Diagonal:
         """The diagonal of a range of entries; uniform where all of them share one value."""
         size = len(range(*columns.indices(self.size)))
-        if self.uniform:
-            return Diagonal(self.values, size)
+        unit = None if self.unit is None else self.unit[columns]
+        if self.single:
+            return Diagonal(self.values, size, unit=unit)
         if self.index is None:
-            return Diagonal(self.values[columns], size)
+            return Diagonal(self.values[columns], size, unit=unit)
         index = self.index[columns]
         if bool((index == index[0]).all()):
-            return Diagonal(self.values[index[0]].reshape(1), size)
-        return Diagonal(self.values, size, index)
+            return Diagonal(self.values[index[0]].reshape(1), size, unit=unit)
+        return Diagonal(self.values, size, index, unit)
 
 
 def element_wise(values: Tensor) -> Diagonal:
@@ -64,12 +87,12 @@ def _(op: Diagonal, v: Tensor) -> Tensor:
 
 @linalg.scale.register
 def _(op: Diagonal, s: Tensor) -> Diagonal:
-    return Diagonal(op.values * s, op.size, op.index)
+    return Diagonal(op.values * s, op.size, op.index, op.unit)
 
 
 @linalg.shift.register
 def _(op: Diagonal, d: Diagonal) -> Diagonal:
-    if op.uniform or d.uniform:  # the groups of the other stay
+    if op.unit is None and d.unit is None and (op.single or d.single):  # the groups of the other stay
         return Diagonal(op.values + d.values, op.size, d.index if op.uniform else op.index)
     return Diagonal(op.dense() + d.dense(), op.size)
 

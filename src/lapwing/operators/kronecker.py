@@ -5,6 +5,7 @@ With B = U_B diag(m) U_Bᵀ and A = U_A diag(l) U_Aᵀ, the shift adds to the *p
     uniform D = δ:                log|M| = Σ_{boi} log(s·m_bo·l_bi + δ)
     D = u ⊗ e (a value a row, or a value a column):   M = D^½ (s·B' ⊗ A' + I) D^½,
                                   B' = u^-½ B u^-½,  A' = e^-½ A e^-½
+    D = δ (u ⊗ e), u ⊗ e fixed (the g-prior's unit):  M = (u ⊗ e)^½ (s·B' ⊗ A' + δ) (u ⊗ e)^½
 
 Any other D cannot be absorbed. Eigenvalues come first (all that the evidence needs); eigenvectors when asked for.
 A is (b, i, i), or its diagonal (b, i) where inputs are rows of the identity (embeddings).
@@ -32,7 +33,7 @@ class Kronecker:
     diag: Diagonal | None = None
     name: str = "a layer"
     eps: float = torch.finfo(torch.float64).eps  # of the numbers that the factors were summed from
-    cache: dict[Any, Any] = field(default_factory=dict)  # of A and B: shared by every s and uniform D
+    cache: dict[Any, Any] = field(default_factory=dict)  # of A and B: shared by every s and every single value of D
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -47,12 +48,12 @@ class Kronecker:
 
     @cached_property
     def pattern(self) -> tuple[Tensor | None, Tensor | None]:
-        """Which value of D each row (b, o) has, or else each column (b, i); neither for a uniform D."""
+        """Which value of D each row (b, o) has, or else each column (b, i); neither for a single value."""
         b, o, i = self.shape
         d = self.diag
         if d is None:
             raise Unsupported(f"the Kronecker block of {self.name} has no prior yet; shift it first")
-        if d.uniform:
+        if d.single:
             return None, None
         index = (torch.arange(d.size, device=d.values.device) if d.index is None else d.index).reshape(b, o, i)
         if bool((index == index[:, :, :1]).all()):
@@ -64,17 +65,34 @@ class Kronecker:
             "use a prior per layer or per unit, or structure='diag'"
         )
 
+    @cached_property
+    def unit(self) -> tuple[Tensor, Tensor]:
+        """u (b, o) and e (b, i) with unit = u ⊗ e, from the row and column of its least entry."""
+        b, o, i = self.shape
+        assert self.diag is not None
+        if self.diag.unit is None:
+            one = torch.ones((), dtype=self.diag.values.dtype, device=self.diag.values.device)
+            return one.expand(b, o), one.expand(b, i)
+        unit = self.diag.unit.reshape(b, o, i)
+        least, blocks = unit.flatten(1).argmin(1), torch.arange(b, device=unit.device)
+        u, e = unit[blocks, :, least % i], unit[blocks, least // i]
+        e = e / e.amin(1, keepdim=True)
+        if bool(((u.unsqueeze(-1) * e.unsqueeze(-2) / unit - 1).abs() > 1e-9).any()):
+            raise Unsupported(
+                f"a Kronecker block cannot absorb prior precisions on {self.name} that are no product of a value a row "
+                "and a value a column; use structure='diag', 'block' or 'full'"
+            )
+        return u, e
+
     @property
     def separated(self) -> tuple[Tensor, Tensor]:
-        """u (b, o) and e (b, i) with D = u ⊗ e; not kept, since one made under no_grad would lose its gradient."""
-        b, o, i = self.shape
+        """u (b, o) and e (b, i) with D = u ⊗ e, or δ (u ⊗ e) for a single value δ; not kept, since one made under
+        no_grad would lose its gradient."""
         by_row, by_column = self.pattern
         assert self.diag is not None
+        u, e = self.unit
         values = self.diag.values
-        one = torch.ones((), dtype=values.dtype, device=values.device)
-        if by_column is not None:
-            return one.expand(b, o), values[by_column]
-        return values.expand(b, o) if by_row is None else values[by_row], one.expand(b, i)
+        return u if by_row is None else u * values[by_row], e if by_column is None else e * values[by_column]
 
     def whitened(self) -> tuple[Tensor, Tensor]:
         """A' and B' for a shift that is not uniform; A and B themselves for one that is."""
@@ -87,7 +105,14 @@ class Kronecker:
 
     def _fresh(self) -> bool:
         """Whether eigenvalues must be differentiable, or belong to this shift alone."""
-        return self.b.requires_grad or not (self.diag is None or self.diag.uniform)
+        return self.b.requires_grad or not (self.diag is None or self.diag.single)
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """The factorizations that every s and single value share, in the unit of D."""
+        if self.diag is None or self.diag.unit is None:
+            return self.cache
+        return self.cache.setdefault(self.diag.key, {})
 
     @property
     def eigenvalues(self) -> Tensor:
@@ -97,17 +122,19 @@ class Kronecker:
             values = [a if a.ndim == 2 else torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b)]
             l, m = (linalg.clip(v, eps=self.eps)[0] for v in values)
             return m.unsqueeze(-1) * l.unsqueeze(-2)
-        if "eigenvalues" not in self.cache:
-            if "eigenvectors" in self.cache:
-                l, m = self.cache["eigenvectors"][0], self.cache["eigenvectors"][2]
+        kept = self.kept
+        if "eigenvalues" not in kept:
+            if "eigenvectors" in kept:
+                l, m = kept["eigenvectors"][0], kept["eigenvectors"][2]
             else:
-                l = self.a if self.a.ndim == 2 else self._eigvalsh(self.a)
-                m = self._eigvalsh(self.b)
+                a, b = self.whitened() if self.diag is not None else (self.a, self.b)
+                l = a if a.ndim == 2 else self._eigvalsh(a)
+                m = self._eigvalsh(b)
             l, first = linalg.clip(l, eps=self.eps)
             m, second = linalg.clip(m, eps=self.eps)
-            self.cache["eigenvalues"] = m.unsqueeze(-1) * l.unsqueeze(-2)
-            self.cache["clipping"] = {k: first[k] + second[k] for k in ("clipped",)}
-        return self.cache["eigenvalues"]
+            kept["eigenvalues"] = m.unsqueeze(-1) * l.unsqueeze(-2)
+            kept["clipping"] = {k: first[k] + second[k] for k in ("clipped",)}
+        return kept["eigenvalues"]
 
     def _eigvalsh(self, matrix: Tensor) -> Tensor:
         """Eigenvalues in the precision that the factor was summed in: in float32 that is half the time."""
@@ -117,29 +144,31 @@ class Kronecker:
     @cached_property
     def decomposition(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """l (b, i), U_A (b, i, i) or None for the identity, m (b, o), U_B (b, o, o), of the whitened factors."""
-        fresh = self._fresh()
-        if fresh or "eigenvectors" not in self.cache:
+        fresh, kept = self._fresh(), self.kept
+        if fresh or "eigenvectors" not in kept:
             a, b = (t.detach() for t in (self.whitened() if self.diag is not None else (self.a, self.b)))
             l, ua = (a, None) if a.ndim == 2 else torch.linalg.eigh(a)
             m, ub = torch.linalg.eigh(b)
             out = linalg.clip(l, eps=self.eps)[0], ua, linalg.clip(m, eps=self.eps)[0], ub
             if fresh:
                 return out
-            self.cache["eigenvectors"] = out
-        return self.cache["eigenvectors"]
+            kept["eigenvectors"] = out
+        return kept["eigenvectors"]
 
     @cached_property
     def precision(self) -> Tensor:
-        """The eigenvalues of M (uniform D) or of D^-½ M D^-½, (b, o, i), in the basis of `decomposition`, and like
-        it without gradient: of the verbs only logdet is differentiable."""
+        """The eigenvalues of M (uniform D) or of (u ⊗ e)^-½ M (u ⊗ e)^-½, (b, o, i), in the basis of `decomposition`,
+        and like it without gradient: of the verbs only logdet is differentiable."""
         assert self.diag is not None
         l, _, m, _ = self.decomposition
-        shift = self.diag.values.detach() if self.diag.uniform else 1.0
+        shift = self.diag.values.detach() if self.diag.single else 1.0
         return self.factor.detach() * m.unsqueeze(-1) * l.unsqueeze(-2) + shift
 
     def scaling(self) -> Tensor:
-        """D^-½ as (b, o, i) where D is not uniform, else 1; without gradient."""
-        if all(index is None for index in self.pattern):
+        """(u ⊗ e)^-½ as (b, o, i) where D is not uniform, else 1; without gradient."""
+        self.pattern  # noqa: B018 - raises for a shift that cannot be absorbed
+        assert self.diag is not None
+        if self.diag.uniform:
             return torch.ones((), dtype=self.b.dtype, device=self.b.device)
         u, e = (t.detach() for t in self.separated)
         return u.rsqrt().unsqueeze(-1) * e.rsqrt().unsqueeze(-2)
@@ -187,8 +216,9 @@ def _(op: Kronecker, b: Tensor) -> Tensor:
 def _(op: Kronecker) -> Tensor:
     op.pattern  # noqa: B018 - raises for a shift that cannot be absorbed
     assert op.diag is not None
-    if op.diag.uniform:
-        return torch.log(op.factor * op.eigenvalues + op.diag.values).sum()
+    if op.diag.single:
+        out = torch.log(op.factor * op.eigenvalues + op.diag.values).sum()
+        return out if op.diag.unit is None else out + op.diag.unit.log().sum()
     return torch.log1p(op.factor * op.eigenvalues).sum() + op.diag.dense().log().sum()
 
 

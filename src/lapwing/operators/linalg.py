@@ -81,15 +81,15 @@ def to_dense(op: Any) -> Tensor: ...  # type: ignore[empty-body]
 
 
 def traces(op: Any, groups: Any) -> Tensor:
-    """Σ_{i in g} M_ii for the groups of a Diagonal, (g,)."""
+    """Σ_{i in g} M_ii / unit_i for the groups of a Diagonal, (g,)."""
     return _traces(op, groups)
 
 
 @functools.singledispatch
 def _traces(op: Any, groups: Any) -> Tensor:
-    entries = diagonal(op)
+    entries = diagonal(op) if groups.unit is None else diagonal(op) / groups.unit
     if groups.index is None:
-        return entries.sum().reshape(1) if groups.uniform else entries
+        return entries.sum().reshape(1) if groups.single else entries
     return entries.new_zeros(groups.values.numel()).index_add(0, groups.index, entries)
 
 

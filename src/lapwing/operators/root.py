@@ -72,8 +72,10 @@ class Pair:
         return (a @ a.mT) * (g @ g.mT)
 
     def group(self, d: Diagonal) -> int | None:
-        """The group of a Diagonal that all these columns belong to, if there is one."""
-        if d.uniform:
+        """The group of a Diagonal that all these columns belong to, if there is one and it has one unit."""
+        if d.unit is not None:
+            return None
+        if d.single:
             return 0
         groups = self.index if d.index is None else d.index[self.index]
         return int(groups[0]) if bool((groups == groups[0]).all()) else None
@@ -157,14 +159,16 @@ class RootPlusDiagonal:
         return k
 
     def group_grams(self, d: Diagonal) -> Tensor:
-        """K_g = R_g R_gᵀ for the columns of each group, (g, m, m)."""
-        key = "grams", d.values.numel(), None if d.index is None else hash(d.index.cpu().numpy().tobytes())
+        """K_g = R_g unit⁻¹ R_gᵀ for the columns of each group, (g, m, m)."""
+        fixed = (None if t is None else hash(t.cpu().numpy().tobytes()) for t in (d.index, d.unit))
+        key = "grams", d.values.numel(), *fixed
         if key not in self.cache:
             grams = torch.zeros(d.values.numel(), self.m, self.m, dtype=d.values.dtype, device=d.values.device)
             paired = self.paired(self.rows, d)
             for name, group in paired.items():
                 grams[group] += self.rows.pairs[name].products(self.rows.pairs[name])
             for columns, r in self.blocks(without=frozenset(paired)):
+                r = r if d.unit is None else r * d.unit[columns].rsqrt()
                 for g, mask in _groups(d, columns):
                     part = r if mask is None else r[:, mask]
                     grams[g] += part @ part.mT
@@ -178,12 +182,18 @@ class RootPlusDiagonal:
 
     @property
     def gram_eigenvalues(self) -> Tensor:
-        """Eigenvalues of R Rᵀ, for uniform W and D."""
-        if "eigenvalues" not in self.cache:
-            unit = Diagonal(torch.ones_like(self.weights.values), self.size)
-            gram = self.group_grams(unit)[0]
-            self.cache["eigenvalues"], self.cache["clipping"] = linalg.spectrum(gram, psd=True)
-        return self.cache["eigenvalues"]
+        """Eigenvalues of R unit⁻¹ Rᵀ, for uniform W and a single value of D."""
+        kept, unit = self.kept, self.precision().unit
+        if "eigenvalues" not in kept:
+            gram = self.group_grams(Diagonal(torch.ones_like(self.weights.values), self.size, unit=unit))[0]
+            kept["eigenvalues"], kept["clipping"] = linalg.spectrum(gram, psd=True)
+        return kept["eigenvalues"]
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """Where the factorizations in the unit of D are kept."""
+        d = self.precision()
+        return self.cache if d.unit is None else self.cache.setdefault(d.key, {})
 
     def inner(self) -> Tensor:
         """B = I + W^½ K W^½."""
@@ -207,7 +217,7 @@ class RootPlusDiagonal:
 
 def _groups(d: Diagonal, columns: slice) -> Iterator[tuple[int, Tensor | None]]:
     """The groups that a range of columns touches, with their masks (None: the whole range)."""
-    if d.uniform:
+    if d.single:
         yield 0, None
         return
     index = torch.arange(d.size)[columns] if d.index is None else d.index[columns]
@@ -243,7 +253,7 @@ def _(op: RootPlusDiagonal, b: Tensor) -> Tensor:
 def _(op: RootPlusDiagonal) -> Tensor:
     d, w = op.precision(), op.weights
     wants_grad = torch.is_grad_enabled() and (d.values.requires_grad or w.values.requires_grad)
-    if d.uniform and w.uniform and (wants_grad or "eigenvalues" in op.cache):
+    if d.single and w.uniform and (wants_grad or "eigenvalues" in op.kept):
         return torch.log1p(w.values * op.gram_eigenvalues / d.values).sum() + d.logdet()
     if not wants_grad:
         return 2 * op.inner_cholesky.diagonal().log().sum() + d.logdet()  # Eq. 10

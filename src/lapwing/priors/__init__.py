@@ -1,5 +1,6 @@
 """Priors over the weights."""
 
 from lapwing.priors.gaussian import Gaussian
+from lapwing.priors.gprior import GPrior
 
-__all__ = ["Gaussian"]
+__all__ = ["GPrior", "Gaussian"]

@@ -121,7 +121,9 @@ class Gaussian:
 
     def scatter(self, vector: Tensor) -> Tensor:
         """Σ_{i in g} (θ_i − m_i)² for each group, (g,): ‖θ − m‖²_A is Σ_g λ_g times it."""
-        square = (vector.to(torch.float64) - self.mean_vector()).square()
+        return self._grouped((vector.to(torch.float64) - self.mean_vector()).square())
+
+    def _grouped(self, square: Tensor) -> Tensor:
         groups = self.precision.numel()
         if groups == 1:
             return square.sum().reshape(1)
