@@ -1,0 +1,150 @@
+"""Do the certificate's 90 % intervals cover the dense truth? Small random networks in float64, structures and
+likelihoods mixed, trained a little or not.
+
+    python benchmarks/certificate.py [--networks 100] [--probes 32] [--seed 0] [--json path]
+
+The truth is dense algebra on Jacobians by torch.func, without the package. `trace` is exact where an example has no
+more outputs than there are probes (as it has in all of these), so its estimator is run by itself as `trace, probed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.certify import Reader, _trace
+from lapwing.operators import linalg
+
+STRUCTURES = ("kron", "diag", "block")
+LIKELIHOODS = ("gaussian", "categorical", "bernoulli")
+NAMES = ("trace, probed", "log_det", "variance")
+
+
+def problem(seed: int) -> tuple[nn.Module, Tensor, Tensor, str, str]:
+    """A network of one or two hidden layers with random sizes, activation, data and training."""
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(*options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=g))]
+
+    torch.manual_seed(seed)
+    structure, likelihood = STRUCTURES[seed % 3], LIKELIHOODS[seed // 3 % 3]
+    i, c, n = pick(2, 3, 5), pick(2, 3, 4), pick(10, 25, 60)
+    widths = pick((4,), (7,), (5, 4), (8, 3))
+    act = pick(nn.Tanh, nn.ReLU, nn.GELU)
+    layers: list[nn.Module] = []
+    for a, b in zip((i, *widths), widths, strict=False):
+        layers += [nn.Linear(a, b), act()]
+    model = nn.Sequential(*layers, nn.Linear(widths[-1], c)).double()
+    x = torch.randn(n, i, dtype=torch.float64, generator=g)
+    latent = torch.sin(x @ torch.randn(i, c, dtype=torch.float64, generator=g))
+    y = {
+        "gaussian": latent + 0.1 * torch.randn(n, c, dtype=torch.float64, generator=g),
+        "categorical": latent.argmax(-1),
+        "bernoulli": (latent > 0).double(),
+    }[likelihood]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = {"gaussian": nn.MSELoss(), "categorical": nn.CrossEntropyLoss(), "bernoulli": nn.BCEWithLogitsLoss()}
+    for _ in range(pick(0, 20, 100)):
+        optimizer.zero_grad()
+        losses[likelihood](model(x), y).backward()
+        optimizer.step()
+    return model, x, y, structure, likelihood
+
+
+def dense_jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """(n, c, p) by torch.func, in named_parameters() order."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    jac = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(params)
+    return torch.cat([j.flatten(2) for j in jac.values()], -1)
+
+
+def output_hessian(likelihood: str, f: Tensor, noise: float) -> Tensor:
+    """Λ (n, c, c)."""
+    if likelihood == "gaussian":
+        return torch.eye(f.shape[-1], dtype=f.dtype).expand(len(f), -1, -1) / noise**2
+    if likelihood == "categorical":
+        p = f.softmax(-1)
+        return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    p = f.sigmoid()
+    return torch.diag_embed(p * (1 - p))
+
+
+def truth(model: nn.Module, x: Tensor, likelihood: str, noise: float, prior: float, ours: Tensor) -> tuple[float, ...]:
+    """trace, log_det and variance by dense algebra; ours is the posterior precision as a matrix."""
+    J = dense_jacobian(model, x)
+    eye = prior * torch.eye(J.shape[-1], dtype=J.dtype)
+    G = torch.einsum("nap,nab,nbq->pq", J, output_hessian(likelihood, model(x).detach(), noise), J)
+    rows = J.flatten(0, 1)
+    variances = [(rows * torch.linalg.solve(m, rows.mT).mT).sum() for m in (ours, G + eye)]
+    return (
+        float((ours - eye).trace() / G.trace()),
+        float(torch.logdet(ours) - torch.logdet(G + eye)),
+        float(variances[0] / variances[1] - 1),
+    )
+
+
+def one(seed: int, probes: int) -> dict[str, Any]:
+    model, x, y, structure, kind = problem(seed)
+    prior, noise = (0.1, 1.0, 5.0)[seed // 9 % 3], 0.3
+    likelihood = lw.likelihoods.Gaussian(noise) if kind == "gaussian" else kind
+    la = lw.laplace(model, (x, y), likelihood, structure=structure, prior=prior)
+    found = la.certify(probes, generator=torch.Generator().manual_seed(10_000 + seed))
+    reader = Reader(la.state, la.prior, la.likelihood, la.data, False)
+    probed = _trace(reader, probes, torch.Generator().manual_seed(20_000 + seed), la.memory_budget, exact=False)
+    dense = truth(model, x, kind, noise, prior, linalg.to_dense(la.posterior.precision))
+    assert abs(found.trace.value - dense[0]) < 1e-8 * dense[0]
+    rows = {
+        name: {
+            "truth": t,
+            "value": e.value,
+            "standard_error": e.standard_error,
+            "interval": e.interval,
+            "z": (e.value - t) / e.standard_error if e.standard_error else 0.0,
+            "covered": e.interval[0] - 1e-9 <= t <= e.interval[1] + 1e-9,
+        }
+        for name, t, e in zip(NAMES, dense, (probed, found.log_det, found.variance), strict=True)
+    }
+    return {"seed": seed, "structure": structure, "likelihood": kind, "passes": found.passes, **rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--networks", type=int, default=100)
+    parser.add_argument("--probes", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    start = time.perf_counter()
+    runs = [one(args.seed + i, args.probes) for i in range(args.networks)]
+    print(f"{args.networks} networks, {args.probes} probes, {time.perf_counter() - start:.0f} s")
+    print(f"{'quantity':<14} {'covered':>9} {'below':>6} {'above':>6} {'median se':>10} {'mean z':>7} {'sd z':>6}")
+    for name in NAMES:
+        each = [run[name] for run in runs]
+        covered = sum(r["covered"] for r in each)
+        below = sum(not r["covered"] and r["value"] < r["truth"] for r in each)
+        z = torch.tensor([r["z"] for r in each], dtype=torch.float64)
+        error = torch.tensor([r["standard_error"] for r in each], dtype=torch.float64).median()
+        print(
+            f"{name:<14} {covered:>4} / {len(each)} {below:>6} {len(each) - covered - below:>6} {float(error):>10.3g} "
+            f"{float(z.mean()):>7.2f} {float(z.std()):>6.2f}"
+        )
+    for structure in STRUCTURES:
+        mine = [run for run in runs if run["structure"] == structure]
+        shown = ", ".join(f"{n} {sum(r[n]['covered'] for r in mine)}/{len(mine)}" for n in NAMES)
+        print(f"  {structure}: {shown}; passes {min(r['passes'] for r in mine)} to {max(r['passes'] for r in mine)}")
+    if args.json:
+        args.json.write_text(json.dumps(runs, indent=1, default=float) + "\n")
+    assert all(math.isfinite(run[n]["value"]) for run in runs for n in NAMES)
+
+
+if __name__ == "__main__":
+    main()
