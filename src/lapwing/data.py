@@ -1,7 +1,9 @@
 """Data as batches of (inputs, targets): what a user hands over, checked and made iterable.
 
 `as_batches` takes a DataLoader (or any re-iterable of batches), a Dataset, or a pair (X, y) of trees of tensors.
-A batch is (inputs, targets), inputs any tree that the model takes; or a mapping with its targets under "labels".
+A batch is (inputs, targets), inputs any tree that the model takes; or a mapping with its targets under "labels", which
+the model is never given. Mappings of any class reach it as dicts. Tensors and mappings, lists and tuples of them are
+moved to the model's device; objects of other classes are handed on as they are.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ def as_batches(data: Any) -> Iterable[Any]:
         n, m = tree.batch_size(inputs), tree.batch_size(targets)
         if n != m:
             raise InvalidValue(f"X has {n} examples and y has {m}; give one target for each example")
+        _check_cuts(inputs, n)
         return TensorBatches(inputs, targets)
     if isinstance(data, DataLoader):
         _warn_dropped(data)
@@ -85,6 +88,20 @@ def as_batches(data: Any) -> Iterable[Any]:
     raise InvalidValue(
         f"data must be a DataLoader, a Dataset, a list of batches or a pair (X, y); got {type(data).__name__}"
     )
+
+
+def _check_cuts(inputs: Any, n: int) -> None:
+    """Whole tensors are cut into batches; a list of n strings or numbers beside them is not."""
+    if n <= BATCH or isinstance(inputs, Tensor):
+        return
+    if isinstance(inputs, (tuple, list)) and len(inputs) == n and not tree.tensors(inputs):
+        raise InvalidValue(
+            f"X holds a {type(inputs).__name__} of {n} values that are no tensors, which cannot be cut into batches; "
+            "give a Dataset, a DataLoader or a list of batches"
+        )
+    if isinstance(inputs, (Mapping, tuple, list)):
+        for part in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            _check_cuts(part, n)
 
 
 def _as_tensors(part: Any) -> Any:
@@ -138,15 +155,24 @@ def split(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, Mapping) and "labels" in batch:
-        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+        return inputs_of(batch), batch["labels"]
     raise InvalidValue(
         f"a batch must be (inputs, targets) or a mapping with 'labels'; got {type(batch).__name__}"
         + (f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else "")
     )
 
 
+def inputs_of(batch: Any) -> Any:
+    """What the model is given of inputs: all of it, but for the targets that a mapping may hold under "labels"."""
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key != "labels"}
+    return batch
+
+
 def check_finite(inputs: Any, what: str) -> None:
     for tensor in tree.tensors(inputs):
+        if tensor.layout is not torch.strided:
+            tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise InvalidValue(f"{what} hold {bad} NaN or infinite values; clean the data before fitting")

@@ -84,17 +84,24 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def plain(tree: Any) -> Any:
+    """The same tree, its mappings of any class (a Hugging Face BatchEncoding) as dicts, which torch can look into."""
+    return pytree.tree_map(
+        lambda leaf: {key: plain(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf, tree
+    )
+
+
 def leaves(tree: Any) -> list[Any]:
-    return pytree.tree_leaves(tree)
+    return pytree.tree_leaves(plain(tree))
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function to every tensor of a tree; other leaves stay as they are."""
-    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    """Apply a function to every tensor of a tree; other leaves (None, numbers, strings) stay as they are."""
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, plain(tree))
 
 
 def batch_size(tree: Any) -> int:
@@ -107,8 +114,8 @@ def batch_size(tree: Any) -> int:
     sizes = {t.shape[0] for t in found}
     if len(sizes) != 1:
         raise InvalidValue(
-            f"the batch's input tensors have first dimensions {sorted(sizes)}; they must agree, "
-            "or use forward= to unpack them"
+            f"the batch's input tensors have first dimensions {sorted(sizes)}; they must agree, or, where they are no "
+            "examples (a graph), be given as whole batches in a list: [(inputs, targets), ...]"
         )
     return sizes.pop()
 
@@ -120,7 +127,7 @@ def rows_of(tree: Any, index: slice) -> Any:
 
 def batch_dims(tree: Any) -> Any:
     """vmap's in_dims for a batch: the first dimension of each tensor, None for other leaves."""
-    return pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, tree)
+    return pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, plain(tree))
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:

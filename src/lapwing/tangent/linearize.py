@@ -34,10 +34,13 @@ vjp: Any = torch.func.vjp  # its annotation leaves the two-value form out
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """How inputs reach the model by default: a mapping as keywords, a tuple or list as positions."""
+    """How inputs reach the model by default: a mapping as keywords, a tuple or list as positions; and what is taken of
+    its outputs: the logits, where it returns a mapping that has some (Hugging Face)."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        out = model(**inputs)
+    else:
+        out = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    return out["logits"] if isinstance(out, Mapping) and "logits" in out else out
 
 
 @torch.inference_mode(False)
@@ -186,26 +189,30 @@ class TangentModel:
             return False
         if "separable" not in self.route and n > 1:
             n = min(n, 8)
-            self.route["separable"] = self._cuts(tree.rows_of(x, slice(0, n)), n, min(n - 1, 3))
+            self.route["separable"] = self._cuts(x, n, min(n - 1, 3))
         return self.route.get("separable", True)
 
     def _cuts(self, x: Any, n: int, k: int) -> bool:
+        """Whether the first k of n examples, and the last one alone, give what they give together with the others:
+        the edges of a graph that all point forwards would pass the first."""
         try:
-            whole, part = self(x), self(tree.rows_of(x, slice(0, k)))
-        except (RuntimeError, IndexError, ValueError):  # the parts do not fit together
+            whole = self(tree.rows_of(x, slice(0, n)))
+            pieces = [(piece, self(tree.rows_of(x, piece))) for piece in (slice(0, k), slice(n - 1, n))]
+        except Exception:  # the parts do not fit together; what fails on the whole batch too says so there
             return False
-        if len(whole) != n or part.shape != whole[:k].shape:
+        if len(whole) != n or any(part.shape != whole[piece].shape for piece, part in pieces):
             return False
-        gap = (part - whole[:k]).abs().max()
-        return bool(gap <= 1e4 * torch.finfo(whole.dtype).eps * whole.abs().max().clamp(min=1e-30))
+        gap = max(float((part - whole[piece]).abs().max()) for piece, part in pieces)
+        return gap <= 1e4 * torch.finfo(whole.dtype).eps * float(whole.abs().max().clamp(min=1e-30))
 
-    def outputs(self, x: Any) -> int:
-        """c, the size of the last dimension of the outputs; remembered for inputs of the same shapes."""
+    def output_shape(self, x: Any) -> tuple[int, int]:
+        """Positions and outputs c of an example; remembered for inputs of the same shapes."""
         separable = self.separable(x)
         key = tuple(t.shape[1:] if separable else t.shape for t in tree.tensors(x))
         known = self.route.setdefault("outputs", {})
         if key not in known:
-            known[key] = self(tree.rows_of(x, slice(0, 1)) if separable else x).shape[-1]
+            f = self(tree.rows_of(x, slice(0, 1)) if separable else x)
+            known[key] = f[0, ..., 0].numel(), f.shape[-1]
         return known[key]
 
     def pieces(self, x: Any, u: Tensor, bytes_each: int, budget: int) -> Iterator[tuple[Any, Tensor]]:
@@ -333,7 +340,7 @@ class TangentModel:
                 try:
                     with warnings.catch_warnings():  # a slow batching rule is still a right one
                         warnings.filterwarnings("ignore", message="There is a performance drop")
-                        grads = vmap(self._pull_one, in_dims=(None, tree.batch_dims(x), 0))(moving, x, u)
+                        grads = vmap(self._pull_one, in_dims=(None, tree.batch_dims(x), 0))(moving, tree.plain(x), u)
                 except (RuntimeError, ValueError) as error:
                     _say_slow("cannot be batched over examples by torch.func.vmap", str(error).splitlines()[0][:200])
                     self.route["rows"] = "loop"
