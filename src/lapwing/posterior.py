@@ -60,8 +60,9 @@ def placed(prior: Any, state: State) -> Any:
     if dropped and "dropped" not in state.cache:
         state.cache["dropped"] = True  # said once
         warnings.warn(
-            f"the g-prior drops {sum(dropped.values())} of {state.layout.size} weights, on which no output depends over "
-            f"these data; they stay at their trained values without variance (see la.coverage: {', '.join(dropped)})",
+            f"the g-prior drops {sum(dropped.values())} of {state.layout.size} weights, on which no output depends "
+            "over these data; they stay at their trained values without variance "
+            f"(see la.coverage of {', '.join(dropped)})",
             LapwingWarning,
             stacklevel=4,
         )

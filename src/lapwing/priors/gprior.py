@@ -6,11 +6,12 @@ so nothing changes under J → J·diag(c) (units of an input, a ReLU layer scale
 - h is taken at *unit* noise, so A moves with neither the noise nor its own tuning: over the data a weight adds
   Σ_n J_nd² / (λ h_d) = 1/λ to the prior variance of f, whatever σ. Zellner's form, A = diag(H)·g⁻¹ at noise σ, is this
   one with λ = 1/(g σ²): the same family, with the same optimum when both are tuned.
-- A *dead* weight (h_d = 0: a ReLU unit that no example reaches) would have infinite prior variance. It is dropped: held at
-  its trained value with a variance of 0 (1e-30 of its layer's least), no term in the evidence, and a line in coverage.
-  h_d counts as 0 below (8 ε)² of its layer's largest, ε the rounding of the network's dtype.
-- A *nearly* dead weight has a very wide prior. floor=f lifts h_d to at least f times the mean of its layer, dead weights
-  too. The invariance to a common scale of a layer stays; that to the scale of each column goes, so it is off by default.
+- A *dead* weight (h_d = 0: a ReLU unit that no example reaches) would have infinite prior variance. It is dropped: held
+  at its trained value with next to no variance (1e-30 of the least prior variance in its layer), no term in the
+  evidence, and a line in coverage. h_d counts as 0 below (8 ε)² of its layer's largest, ε the rounding of the network's
+  dtype (float32 or better).
+- A *nearly* dead weight has a very wide prior. floor=f lifts h_d to at least f times the mean of its layer, for dead
+  weights too. That breaks the invariance, so it is off by default.
 - In a Kronecker block diag(B ⊗ A) = diag(B) ⊗ diag(A): dropping and the floor act on each factor, so it stays one.
 """
 
@@ -119,8 +120,8 @@ def _raised(h: Tensor, floor: float, eps: float) -> tuple[Tensor, Tensor]:
     """One layer's (or factor's) second moments: at least the floor, and huge where there is none."""
     if bool((h < 0).any()):
         raise InvalidValue(
-            f"the g-prior needs second moments, and {int((h < 0).sum())} of this curvature's diagonal are negative; use "
-            "factor='exact', 'monte_carlo' or 'empirical'"
+            f"the g-prior needs second moments, and {int((h < 0).sum())} of this curvature's diagonal are negative; "
+            "use factor='exact', 'monte_carlo' or 'empirical'"
         )
     h = h.clamp(min=floor * float(h.mean()))
     top = float(h.max())
