@@ -1,11 +1,11 @@
 """The curvature of a network over data."""
 
 from lapwing.curvature import rules
-from lapwing.curvature.accumulate import Probe, accumulate, probe
+from lapwing.curvature.accumulate import BUDGET, Probe, accumulate, probe
 from lapwing.curvature.ekfac import EigenKronecker
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.full import Full
-from lapwing.curvature.layered import BUDGET, Block, Diagonal, Kronecker
+from lapwing.curvature.layered import Block, Diagonal, Kronecker
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State
 

@@ -9,7 +9,7 @@ A structure gives an *accumulator*, mutable only inside this loop:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
 FEW = 4  # examples that a probe keeps
+BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 
 
 class Accumulator(Protocol):
@@ -116,7 +117,9 @@ def accumulate(
     else:
         accumulator = structure.start(tangent, likelihood, factor, seen)
     n, statistics = 0, {}  # type: ignore[var-annotated]
-    for x, y in loading.passes(batches, tangent.device, progress, str(structure)):
+    each = 4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs  # bytes of u, an example
+    size = max(1, getattr(structure, "memory_budget", BUDGET) // 4 // each)
+    for x, y in _pieces(tangent, loading.passes(batches, tangent.device, progress, str(structure)), size):
         loading.check_finite(x, "the inputs")
         f = accumulator.forward(x)
         _check_outputs(f, y)
@@ -149,6 +152,17 @@ def accumulate(
         parts=parts,
         coverage=structure.coverage(parts, tangent),
     )
+
+
+def _pieces(tangent: TangentModel, batches: Iterable[Any], size: int) -> Iterator[tuple[Any, Any]]:
+    """Batches of at most `size` examples, where they can be cut: cotangents are as many as outputs."""
+    for x, y in batches:
+        if not isinstance(y, Tensor) or len(y) <= size or not tangent.separable(x):
+            yield x, y
+        else:
+            for start in range(0, len(y), size):
+                index = slice(start, start + size)
+                yield tree.rows_of(x, index), y[index]
 
 
 def flat_outputs(f: Tensor) -> Tensor:

@@ -66,6 +66,15 @@ class Record:
                 raise Changed(f"layer {part.name} got inputs {shape} on a batch of {len(self.f)} examples") from error
         return out
 
+    def is_output(self, part: Part) -> bool:
+        """Whether a layer's output is the network's, position by position: a head that nothing follows."""
+        z, f = self.outputs.get(part.name), self.f
+        if z is None or z.untyped_storage().data_ptr() != f.untyped_storage().data_ptr():
+            return False
+        rows = part.outputs(self.model, z.detach().unsqueeze(0), len(f))[0].flatten(2)  # (n, s, c)
+        outputs = f.detach().reshape(len(f), -1, f.shape[-1])
+        return rows.shape == outputs.shape and torch.equal(rows, outputs)
+
     @property
     def column_bytes(self) -> int:
         """Memory of one cotangent's gradients over all layers."""
@@ -136,6 +145,8 @@ class Capture:
             for handle in handles:
                 handle.remove()
         self._check_unused(record)
+        if not self.clone_all and not self.tangent.separable(x):
+            self._check_apart(record)
         return record
 
     def _check_unused(self, record: Record) -> None:
@@ -148,6 +159,22 @@ class Capture:
         for name, gradient in zip(names, found, strict=True):
             if gradient is not None:
                 raise Changed(f"{name} was not used on the first batch and is now")
+
+    def _check_apart(self, record: Record) -> None:
+        """In a batch that cannot be cut (a graph), no output may depend on what a rule takes for another example's.
+        The examples whose number has a bit set, and those that have not, for each bit, tell every two of them apart."""
+        n, called = len(record.f), record.views()
+        number = torch.arange(n, device=record.f.device)
+        bits = [(number >> b) & 1 for b in range((n - 1).bit_length())]
+        if not bits or not called:
+            return
+        inside = torch.stack([*bits, *(1 - bit for bit in bits)], 1).bool()  # (n, K)
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(record.f.shape, generator=generator, dtype=torch.float64).to(record.f)
+        u = inside.reshape(*inside.shape, *[1] * (noise.ndim - 1)) * noise.unsqueeze(1)
+        for name, g in record.pull(u).items():
+            if bool(g.flatten(2)[~inside.T].any()):
+                raise Changed(f"layer {name} took each example by itself on the first batch and mixes them now")
 
     def _hooks(self, record: Record) -> Iterator[Any]:
         modules = dict(record.model.named_modules())

@@ -142,7 +142,8 @@ def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part]
         return proved, why | {n: text for part in parts if part.site for n in part.parameters}
     uses = _uses(record)
     often = {part: name for part in parts for name in part.parameters if uses[name] > 1}
-    proved, silent = _proved(record, [part for part in parts if part not in often])
+    loose = [] if tangent.separable(x) else [part for part in parts if not _one_row_each(record, part)]
+    proved, silent = _proved(record, [part for part in parts if part not in often and part not in loose])
     if silent:  # a gradient that is 0 on the whole probe (dead units) proves nothing
         wrong = set(silent) - set(_proved_nearby(tangent, silent, x))
         proved = [part for part in proved if part not in wrong]
@@ -151,9 +152,16 @@ def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part]
         if part not in proved:
             module = type(tangent.model.get_submodule(part.module)).__name__
             text = f"{module}'s rule does not give autograd's gradient here"
+            text = "the batch cannot be cut, and its inputs are not one row an example" if part in loose else text
             reasons |= dict.fromkeys(part.parameters, f"{often[part]} is used elsewhere too" if part in often else text)
     changed = {name for name, handed in record.handed_on.items() if handed._version > 0}
     return [replace(part, clone=part.name in changed) for part in proved], reasons
+
+
+def _one_row_each(record: Record, part: Part) -> bool:
+    """Whether a layer's inputs have the examples first. Where a batch cannot be cut, nothing else says which rows are
+    whose: graphs of equal size would look like examples with positions, until a batch of others comes."""
+    return part.name in record.inputs and len(record.inputs[part.name]) == len(record.f)
 
 
 def _same(f: Tensor, want: Tensor) -> bool:
@@ -264,5 +272,6 @@ def explain(part: Part, model: nn.Module) -> str:
         part.kind
     ]
     if not part.generic:
-        return f"{what} ({type(model.get_submodule(part.module)).__name__} rule)"
+        rule = f"{what} ({type(model.get_submodule(part.module)).__name__} rule)"
+        return f"{rule}: {part.reason}" if part.reason else rule
     return f"{what}: {part.reason}" if part.kind == "unused" else f"{what}, generic: {part.reason}"

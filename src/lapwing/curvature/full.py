@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.curvature.accumulate import Accumulator, Probe
+from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.gram import add_gram, mirrored
 from lapwing.curvature.hessian import HessianSum
-from lapwing.curvature.layered import BUDGET
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.curvature.state import State
@@ -54,7 +53,7 @@ class Full:
         elif form == "auto":
             form = "primal" if probe.parameters <= rows else "dual"
         side = probe.parameters if form == "primal" else rows
-        if 16 * side**2 > _physical_memory():
+        if 16 * side**2 > physical_memory():
             raise InvalidValue(
                 f"structure='full' ({form}) needs a {side} x {side} matrix, {8 * side**2 / 1e9:.3g} GB twice; "
                 "use structure='kron' or 'diag', subset='last_layer', or fewer data"
@@ -95,7 +94,7 @@ class Full:
         return dict.fromkeys(tangent.layout.names, f"exact ({self.form})")
 
 
-def _physical_memory() -> int:
+def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

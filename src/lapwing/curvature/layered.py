@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature.accumulate import Accumulator, Probe
+from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover, explain
 from lapwing.curvature.factor import Factor
@@ -30,8 +30,8 @@ from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import Kronecker as KroneckerOperator
 from lapwing.tangent import TangentModel
 
-BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 SMALL = 1024  # parameters of a generic or element-wise part that still gets a dense block
+SIDE = 8192  # of a Kronecker factor; a layer with a longer one (a head over a vocabulary) gets its exact diagonal
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,14 @@ class Layered:
 
     def parts(self, tangent: TangentModel, x: Any) -> tuple[Part, ...]:
         found = cover(tangent, x)
-        return tuple(part if part.kind == "unused" else replace(part, kind=self.kind_of(part)) for part in found)
+        return tuple(
+            part if part.kind == "unused" else replace(part, kind=self.kind_of(part), reason=self.why(part))
+            for part in found
+        )
+
+    def why(self, part: Part) -> str:
+        """Why a part is treated as it is, where that is not plain from its rule."""
+        return part.reason
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         weights = len(likelihood.curvature_weights(factor.kind))
@@ -81,7 +88,18 @@ class Kronecker(Layered):
         elementwise = part.shape[1] == 1 and part.shape[0] > 1 and part.shape[2] <= 2
         if part.generic or elementwise:
             return "dense" if part.size <= SMALL else "diagonal"
-        return "kron"
+        return "diagonal" if self._long(part) else "kron"
+
+    def why(self, part: Part) -> str:
+        if part.generic or not self._long(part):
+            return part.reason
+        return f"a Kronecker factor of {max(part.shape[1:]):,} rows is too long"
+
+    def _long(self, part: Part) -> bool:
+        """Whether a Kronecker factor has too long a side; that of one-hot inputs is kept as their counts."""
+        _, o, i = part.shape
+        one_hot = part.transposed and not part.site and part.kernel == 1 and self.sharing == "expand"
+        return o > SIDE or (i > SIDE and not one_hot)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,18 @@ class RowMaker:
         g = record.pull(u)[part.name][:, :, 0, 0].transpose(0, 1)  # (n, K, o)
         return OuterRows(self.index, view.a[:, 0, 0].to(torch.float64), g.to(torch.float64))
 
+    def head(self, record: Record) -> OuterRows | None:
+        """The rows of all outputs, each position as an example, where the selected parameters are those of a head
+        that nothing follows."""
+        if len(self.parts) != 1 or self.parts[0].shape[0] != 1 or not record.is_output(self.parts[0]):
+            return None
+        view = record.views()[self.parts[0].name].apart()
+        if not isinstance(view, DenseInputs):
+            return None
+        c = record.f.shape[-1]
+        g = torch.eye(c, dtype=torch.float64, device=record.f.device).expand(len(view.a), c, c)
+        return OuterRows(self.index, view.a[:, 0, 0].to(torch.float64), g)
+
     @cached_property
     def index(self) -> Tensor:
         return self.parts[0].index(self.tangent.layout).to(self.tangent.device)

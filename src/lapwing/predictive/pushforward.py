@@ -15,6 +15,7 @@ from torch import Tensor
 from lapwing import tree
 from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.cover import cover
+from lapwing.curvature.full import physical_memory
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.data import check_finite
 from lapwing.errors import InvalidValue
@@ -29,6 +30,8 @@ from lapwing.tangent.linearize import evaluating
 
 LARGEST = 128  # examples run at once: more only leave the caches
 MANY = 512  # outputs past which predictions are draws, not covariances
+AT_ONCE = 8  # weight vectors drawn at a time
+MOST = 4096  # outputs at all positions past which they are too, unless only a head is Bayesian
 
 
 @torch.inference_mode(False)
@@ -55,11 +58,23 @@ def predict(
             return _through_network(tangent, posterior, likelihood, x, link, joint, samples, generator)
         if via != "tangent":
             raise InvalidValue(f"via must be 'tangent' or 'network', got {via!r}")
-        if not joint and tangent.outputs(x) > MANY:
+        if not joint and _too_many(tangent, x):
             return _by_draws(tangent, posterior, likelihood, x, link, center, samples, generator)
         f, cov = latent(tangent, posterior, x, joint, memory_budget)
         f = f if center is None else f + _moved(tangent, center, x)
         return Prediction(likelihood, _float(f), cov.to(_float(f)), link, joint)
+
+
+def _too_many(tangent: TangentModel, x: Any) -> bool:
+    """Whether covariances cost too much: outputs too many, or positions, each of which takes backward passes through
+    the whole network. A head's own term takes none."""
+    positions, c = tangent.output_shape(x)
+    if c > MANY or positions * c <= MOST:
+        return c > MANY
+    live = [part for part in cover(tangent, x) if part.kind != "unused"]
+    one = tree.rows_of(x, slice(0, 1)) if tangent.separable(x) else x
+    record = Capture(tangent, tuple(live)).run(one)
+    return any(part.generic or not record.is_output(part) for part in live)
 
 
 def latent(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budget: int) -> tuple[Tensor, Tensor]:
@@ -155,13 +170,21 @@ def _by_draws(
 ) -> Prediction:
     """f + J z for draws z of the posterior about its mean: one jvp a draw, whatever the number of outputs."""
     if link not in ("auto", "monte_carlo"):
-        raise InvalidValue(
-            f"more than {MANY} outputs are predicted by draws, so link={link!r} cannot apply; use 'auto'"
-        )
+        raise InvalidValue(f"so many outputs are predicted by draws, so link={link!r} cannot apply; use 'auto'")
     f = _float(tangent(x) if center is None else tangent(x) + _moved(tangent, center, x))
-    away = posterior.draw(samples, generator) - posterior.mean
-    draws = [_float(tangent.jvp(x, tangent.layout.unflatten(z.to(tangent.dtype)))) for z in away]
-    return Prediction(likelihood, f, None, "monte_carlo", False, f + torch.stack(draws))
+    size, limit = samples * f.numel() * f.element_size(), physical_memory() // 4
+    if size > limit:
+        raise InvalidValue(
+            f"{samples} draws of {tuple(f.shape)} outputs are {size / 1e9:.3g} GB, more than a quarter of the memory; "
+            "predict fewer inputs at once, or give samples= fewer"
+        )
+    generator = generator or torch.Generator().manual_seed(0)
+    draws = f.new_empty(samples, *f.shape)
+    for start in range(0, samples, AT_ONCE):  # so few weight vectors are held at a time
+        some = draws[start : start + AT_ONCE]
+        away = posterior.draw(len(some), generator) - posterior.mean
+        some.copy_(tangent.jvps(x, away)[1])
+    return Prediction(likelihood, f, None, "monte_carlo", False, draws.add_(f))
 
 
 def _through_network(

@@ -10,6 +10,7 @@ inputs ã and output gradients g̃ (c, n, s, b, o) of the c outputs:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,24 +25,31 @@ from lapwing.tangent import TangentModel
 def marginals(
     tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], x: Any, record: Record, budget: int
 ) -> Tensor:
-    """The covariance of each position's outputs, (n, ..., c, c): for each position its c cotangents."""
+    """The covariance of each position's outputs, (n, ..., c, c): for each position its c cotangents.
+
+    The head's term is that of n·q examples of one position each, whatever the number q of positions."""
     f, views = record.f.detach(), record.views()
     n, c, positions = f.shape[0], f.shape[-1], f[0, ..., 0].numel()
+    operators = {part.name: op for part, op in zip(parts, precision.parts, strict=True)}
+    heads = [part for part in record.called if positions > 1 and record.is_output(part)]
     generic = tuple(part.name for part in parts if part.generic and part.kind != "unused")
-    blocks = []
-    for q in range(positions):
+    rest = replace(record, parts=tuple(part for part in record.parts if part not in heads))
+    out = f.new_zeros(n, positions, c, c, dtype=torch.float64)
+    for part in heads:
+        b, o, _ = part.shape
+        g = torch.eye(c, dtype=f.dtype, device=f.device).reshape(c, 1, 1, b, o).expand(c, n * positions, 1, b, o)
+        out += _layer(operators[part.name], part, views[part.name].apart(), g, budget // 4).reshape(out.shape)
+    for q in range(positions) if rest.called or generic else ():
         u = f.new_zeros(c, positions, c)
         u[:, q] = torch.eye(c, dtype=f.dtype, device=f.device)
         u = u.reshape(c, *f.shape[1:]).expand(n, c, *f.shape[1:])
-        gradients = record.pull(u)
-        cov = f.new_zeros(n, c, c, dtype=torch.float64)
-        for part, op in zip(parts, precision.parts, strict=True):
-            if part.name in gradients:
-                cov += _layer(op, part, views[part.name], gradients[part.name], budget // 4)
+        gradients = rest.pull(u)
+        for name, g in gradients.items():
+            part = next(part for part in rest.called if part.name == name)
+            out[:, q] += _layer(operators[name], part, views[name], g, budget // 4)
         if generic:
-            cov += _generic(tangent, precision, parts, generic, x, u, budget // 4)
-        blocks.append(cov)
-    return torch.stack(blocks, 1).reshape(*f.shape, c)
+            out[:, q] += _generic(tangent, precision, parts, generic, x, u, budget // 4)
+    return out.reshape(*f.shape, c)
 
 
 def joint(

@@ -34,6 +34,10 @@ class DenseInputs:
     def chunk(self, index: slice) -> DenseInputs:
         return DenseInputs(self.a[index])
 
+    def apart(self) -> DenseInputs:
+        """Each position as an example of its own."""
+        return DenseInputs(self.a.flatten(0, 1).unsqueeze(1))
+
     def empty_gram(self, sharing: str) -> Tensor:
         b, i = self.a.shape[2:]
         return torch.zeros(b, i, i, dtype=torch.promote_types(self.a.dtype, torch.float32), device=self.a.device)
@@ -93,6 +97,9 @@ class OneHotInputs:
 
     def chunk(self, index: slice) -> OneHotInputs:
         return OneHotInputs(self.ids[index], self.size, self.padding)
+
+    def apart(self) -> OneHotInputs:
+        return OneHotInputs(self.ids.reshape(-1, 1), self.size, self.padding)
 
     def _live(self, g: Tensor) -> Tensor:
         """Output gradients with those of padding removed, (k, n, s, o)."""
