@@ -3,9 +3,24 @@
 from lapwing.tune.bounds import Tuning
 from lapwing.tune.evidence import evidence
 from lapwing.tune.fixed_point import mackay
+from lapwing.tune.history import History, Record
 from lapwing.tune.modes import warn_no_mode
+from lapwing.tune.objective import Objective
 from lapwing.tune.online import OnlineEvidence
+from lapwing.tune.surrogate import slope
 from lapwing.tune.tracking import Tracker
 from lapwing.tune.training import mackay_training
 
-__all__ = ["OnlineEvidence", "Tracker", "Tuning", "evidence", "mackay", "mackay_training", "warn_no_mode"]
+__all__ = [
+    "History",
+    "Objective",
+    "OnlineEvidence",
+    "Record",
+    "Tracker",
+    "Tuning",
+    "evidence",
+    "mackay",
+    "mackay_training",
+    "slope",
+    "warn_no_mode",
+]

@@ -1,0 +1,112 @@
+"""The record of an evidence that was followed through training: a sequence that prints and plots itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import Unsupported
+
+SHOWN = 64  # groups that are kept by name; of more, quantiles
+
+
+@dataclass(frozen=True)
+class Record:
+    """One update of the hyperparameters."""
+
+    epoch: int
+    log_evidence: float  # after the update
+    log_likelihood: float  # of the training data, at the weights
+    effective_dimension: float
+    train_loss: float  # mean of the losses since the last record, NaN where none were seen
+    hyperparameters: dict[str, float]  # each group's, or quantiles where they are thousands
+    at_bound: int  # how many hyperparameters ended at a bound
+
+
+def summary(name: str, values: Tensor, labels: tuple[str, ...] = ()) -> dict[str, float]:
+    """{name[label]: value}, or quantiles of more than SHOWN values."""
+    flat = values.detach().reshape(-1).to(torch.float64)
+    if flat.numel() == 1 and len(labels) < 2:
+        return {name: float(flat)}
+    if flat.numel() <= SHOWN:
+        keys = labels or tuple(str(i) for i in range(flat.numel()))
+        return {f"{name}[{key}]": value for key, value in zip(keys, flat.tolist(), strict=True)}
+    ordered = flat.sort().values  # torch.quantile refuses more than 16 million values
+    places = {"least": 0, "median": (len(ordered) - 1) // 2, "most": len(ordered) - 1}
+    return {f"{name} ({place})": float(ordered[i]) for place, i in places.items()}
+
+
+@dataclass(frozen=True)
+class History:
+    records: tuple[Record, ...] = ()
+    converged: bool | None = None  # of a loop with a stopping rule
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Record:
+        return self.records[index]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    @property
+    def best(self) -> Record | None:
+        """The record of the highest evidence."""
+        return max(self.records, key=lambda r: r.log_evidence, default=None)
+
+    def __str__(self) -> str:
+        if not self.records:
+            return "History(no update yet)"
+        head = ("epoch", "log evidence", "log likelihood", "eff. dim.", "train loss", "hyperparameters")
+        rows = [head, *(_row(r, r is self.best) for r in self.records)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
+        lines = [
+            "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows
+        ]
+        return "\n".join([*lines, "* the highest evidence"])
+
+    def plot(self) -> Any:
+        """A figure of evidence and fit, effective dimension and hyperparameters over epochs (needs matplotlib)."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise Unsupported(
+                "history.plot() needs matplotlib, which is not installed; pip install 'lapwing[demo]'"
+            ) from error
+        figure = Figure(figsize=(11, 3.2), layout="constrained")
+        fit, dimension, values = figure.subplots(1, 3)
+        epochs = [r.epoch for r in self.records]
+        fit.plot(epochs, [r.log_evidence for r in self.records], "o-", color="#0072B2", label="log evidence")
+        fit.plot(epochs, [r.log_likelihood for r in self.records], "s--", color="#D55E00", label="log likelihood")
+        dimension.plot(epochs, [r.effective_dimension for r in self.records], "o-", color="#009E73")
+        names = tuple(dict.fromkeys(name for r in self.records for name in r.hyperparameters))
+        for name in names:
+            values.plot(epochs, [r.hyperparameters.get(name, float("nan")) for r in self.records], label=name)
+        if all(v > 0 for r in self.records for v in r.hyperparameters.values()):
+            values.set_yscale("log")
+        fit.set(xlabel="epoch", ylabel="nats")
+        dimension.set(xlabel="epoch", ylabel="effective dimension")
+        values.set(xlabel="epoch", ylabel="hyperparameters")
+        fit.legend(frameon=False)
+        if 0 < len(names) <= 10:
+            values.legend(frameon=False, fontsize=7)
+        return figure
+
+
+def _row(record: Record, best: bool) -> tuple[str, ...]:
+    shown = [f"{name} {value:.3g}" for name, value in list(record.hyperparameters.items())[:3]]
+    more = len(record.hyperparameters) - len(shown)
+    bound = f"; {record.at_bound} at a bound" if record.at_bound else ""
+    return (
+        f"{record.epoch}{'*' if best else ' '}",
+        f"{record.log_evidence:.2f}",
+        f"{record.log_likelihood:.2f}",
+        f"{record.effective_dimension:.1f}",
+        f"{record.train_loss:.4f}",
+        ", ".join(shown) + (f", {more} more" if more else "") + bound,
+    )

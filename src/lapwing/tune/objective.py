@@ -1,0 +1,107 @@
+"""What a network is trained on while its hyperparameters are learnt:
+
+    loss(θ) = −(1/n) Σ_batch log p(y | f(x, θ)) + ½ (θ − m)ᵀ A (θ − m) / N
+
+N examples in all, n in the batch: the mean over a batch estimates the mean over the data, and N times the loss is the
+negative log joint density, whose minimum is the MAP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.curvature import probe
+from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.data import dropped
+from lapwing.errors import InvalidValue, LapwingError, Unsupported
+from lapwing.priors import GPrior
+from lapwing.tangent import linearize
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """The loss at fixed hyperparameters; called on a model, its penalty alone."""
+
+    model: nn.Module
+    prior: Any  # bound
+    likelihood: Any
+    n: int  # N, examples in all
+
+    @cached_property
+    def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """λ and m of each selected parameter, 0-dim where all its weights share them."""
+        with torch.inference_mode(False), torch.no_grad():
+            layout = self.prior.layout
+            precision = layout.unflatten(self.prior.operator().dense().detach())
+            mean = layout.unflatten(self.prior.mean_vector())
+            return {name: (_shared(precision[name]), _shared(mean[name])) for name in layout.names}
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        """½ ‖θ − m‖²_A / N, differentiable in the model's parameters."""
+        named, masks = dict(model.named_parameters()), self.prior.layout.masks
+        total = []
+        for name, (precision, mean) in self.terms.items():
+            if name not in named:
+                raise InvalidValue(f"the model has no parameter {name}, which the prior is over; give the same network")
+            theta = named[name][masks[name]] if name in masks else named[name]
+            theta = theta.to(torch.promote_types(theta.dtype, torch.float32))
+            gap = theta if mean.ndim == 0 and not mean else theta - mean.to(theta)
+            total.append((precision.to(theta) * gap.square()).sum())
+        return 0.5 * torch.stack(total).sum() / self.n
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """The mean negative log-likelihood of a batch of outputs f (n, ..., c), plus the penalty."""
+        if f.ndim < 2 or y.ndim < 1 or len(f) != len(y):
+            raise InvalidValue(
+                f"loss takes a batch of outputs (n, ..., c) and its targets, got {tuple(f.shape)} and {tuple(y.shape)}"
+            )
+        flat, targets = flat_outputs(f), flat_targets(f, y)
+        self.likelihood.validate(flat.detach(), targets)
+        return self(self.model) - self.likelihood.log_prob(flat, targets).sum() / len(f)
+
+
+def begin(
+    model: nn.Module,
+    batches: Any,
+    likelihood: Any,
+    prior: Any,
+    structure: Any,
+    factor: Any,
+    fixed: tuple[str, ...],
+    subset: Any,
+    forward: Any,
+) -> Objective:
+    """The loss at the hyperparameters given, once all is seen to fit together: a mistake must not wait for the first
+    update, hours later."""
+    from lapwing import api  # where strings become objects; it imports this package
+
+    tangent = linearize(model, subset, forward=forward)
+    bound = api.as_prior(prior, tangent.layout, tangent.device)
+    known = api.as_likelihood(likelihood).to(tangent.device)
+    if isinstance(bound, GPrior):
+        raise Unsupported(
+            "the g-prior follows the curvature, so it is no penalty to train under; use a precision, 'layerwise' or "
+            "lw.priors.Gaussian, and the g-prior with lw.laplace once training is over"
+        )
+    unknown = [name for name in fixed if name not in {**bound.hyperparameters, **known.hyperparameters}]
+    if unknown:
+        names = [*bound.hyperparameters, *known.hyperparameters]
+        raise InvalidValue(f"fixed={unknown} names no hyperparameter; they are {names}")
+    try:
+        seen = probe(tangent, batches)
+    except LapwingError:
+        raise
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise InvalidValue(f"the model does not run on a batch of the data: {error}; give its own data") from error
+    api.as_structure(structure, seen, api.BUDGET).resolved(seen, api.as_factor(factor, seen, known))
+    return Objective(model, bound, known, seen.n - dropped(batches))
+
+
+def _shared(values: Tensor) -> Tensor:
+    first = values.reshape(-1)[0]
+    return first.clone() if bool((values == first).all()) else values.clone()

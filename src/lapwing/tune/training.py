@@ -1,0 +1,147 @@
+"""MacKay's original: train to the end, update λ by γ, retrain, repeat.
+
+    θ ← argmin −Σ log p(y | f(x, θ)) + ½ ‖θ − m‖²_A       (the user's `train`)
+    λ_g ← γ_g / ‖θ_g − m_g‖²,   σ² ← SSE / (N·C − γ)      (Eq. 7)
+
+until |γ_g − λ_g ‖θ_g − m_g‖²| ≤ tolerance · max(1, γ_g) and log σ moves by less than the tolerance. Where training ends
+at a mode, a fixed point is a stationary point of the evidence.
+
+D. MacKay. A practical Bayesian framework for backpropagation networks. Neural Computation, 1992.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing.curvature import State
+from lapwing.data import as_batches
+from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
+from lapwing.evidence import effective_dimension, log_evidence, noise_dimension, scatter
+from lapwing.tune.bounds import Box, at_values, box
+from lapwing.tune.history import History, Record, summary
+from lapwing.tune.objective import Objective, begin
+
+if TYPE_CHECKING:
+    from lapwing.api import Laplace
+
+TOLERANCE = 1e-3
+ROUNDS = 50
+
+
+def mackay_training(
+    model: nn.Module,
+    data: Any,
+    likelihood: Any,
+    train: Callable[[nn.Module, Objective], object],
+    *,
+    structure: Any = "auto",
+    prior: Any = 1.0,
+    factor: Any = "auto",
+    fixed: tuple[str, ...] = (),
+    tolerance: float = TOLERANCE,
+    rounds: int = ROUNDS,
+    forward: Any = None,
+) -> tuple[Laplace, History]:
+    """Alternate the user's training and MacKay's update; the Laplace object at the end, and the record of each round.
+
+    train(model, penalty): trains the model in place, to the end. `penalty(model)` is ½ ‖θ − m‖²_A / N, to be added to
+    a mean negative log-likelihood at the noise `penalty.likelihood`; `penalty.loss(model(x), y)` is their sum.
+    The other arguments are those of `lw.laplace`. Rounds that run out are a warning, and `history.converged` is False.
+    """
+    from lapwing import api  # this is a loop over that shell
+
+    if not callable(train):
+        raise InvalidValue(f"train must be a function train(model, penalty), got {type(train).__name__}")
+    if not isinstance(rounds, int) or rounds < 1:
+        raise InvalidValue(f"rounds must be a whole number, at least 1; got {rounds!r}")
+    if not tolerance > 0:
+        raise InvalidValue(f"tolerance must be positive, got {tolerance!r}")
+    fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
+    batches = as_batches(data)
+    objective = begin(model, batches, likelihood, prior, structure, factor, fixed, "all", forward)
+    given = objective.likelihood
+    records: list[Record] = []
+    for number in range(1, rounds + 1):
+        train(model, objective)
+        la = api.laplace(
+            model,
+            batches,
+            objective.likelihood,
+            structure=structure,
+            prior=objective.prior,
+            factor=factor,
+            forward=forward,
+        )
+        bounds = box(la.state, objective.prior, given, fixed)  # of the noise that was given: they must not move with it
+        wanted, settled = _update(la.state, objective.prior, objective.likelihood, bounds, tolerance)
+        records.append(_record(number, la.state, objective, bounds.at_bound(wanted)))
+        if settled:
+            return la, History(tuple(records), converged=True)
+        objective = _moved(objective, wanted)
+    warnings.warn(
+        f"MacKay's updates did not settle to {tolerance:g} in {rounds} rounds; train longer in each, give more rounds, "
+        "or a larger tolerance",
+        LapwingWarning,
+        stacklevel=2,
+    )
+    return la, History(tuple(records), converged=False)
+
+
+def _moved(objective: Objective, log_values: dict[str, Tensor]) -> Objective:
+    prior, likelihood = at_values(objective.prior, objective.likelihood, log_values)
+    return Objective(objective.model, prior, likelihood, objective.n)
+
+
+def _update(state: State, prior: Any, likelihood: Any, bounds: Box, tolerance: float) -> tuple[dict[str, Tensor], bool]:
+    """log γ_g/‖θ_g‖² and the noise's, inside their bounds; and whether they stand still."""
+    tiny, settled = torch.finfo(torch.float64).tiny, True
+    wanted: dict[str, Tensor] = {}
+    with torch.inference_mode(False):
+        if "precision" in bounds.start:
+            gamma, square = effective_dimension(state, prior, likelihood), scatter(state, prior)
+            wanted["precision"] = (gamma.clamp(min=tiny) / square.clamp(min=tiny)).log()
+            gap = (gamma - prior.precision.reshape(-1) * square).abs() > tolerance * gamma.clamp(min=1)
+            settled &= not bool((gap & _moves(prior.precision, wanted, "precision", bounds)).any())
+        if "noise" in bounds.start:
+            sse, count = state.statistics["sse"], state.statistics["count"]
+            if not likelihood.per_output:
+                sse, count = sse.sum(), count.sum()
+            free = (count - noise_dimension(state, prior, likelihood)).clamp(min=1e-3)
+            wanted["noise"] = 0.5 * (sse.clamp(min=tiny) / free).log()
+            far = (wanted["noise"] - likelihood.noise.log()).abs() > tolerance
+            settled &= not bool((far & _moves(likelihood.noise, wanted, "noise", bounds)).any())
+    for key, value in wanted.items():
+        if not bool(torch.isfinite(value).all()):
+            raise NotConverged(f"MacKay's update of {key} is not finite; check the weights and the curvature")
+        wanted[key] = value.clamp(bounds.low[key], bounds.high[key])
+    return wanted, settled
+
+
+def _moves(now: Tensor, wanted: dict[str, Tensor], key: str, bounds: Box) -> Tensor:
+    """Whether the update moves a value once it is held inside its bounds."""
+    inside = wanted[key].clamp(bounds.low[key], bounds.high[key])
+    return (inside - now.log().reshape(inside.shape)).abs() > 1e-12
+
+
+def _record(number: int, state: State, objective: Objective, at_bound: tuple[str, ...]) -> Record:
+    prior, likelihood = objective.prior, objective.likelihood
+    with torch.no_grad():
+        value, fit = log_evidence(state, prior, likelihood), likelihood.log_likelihood(state.statistics)
+        quadratic = (prior.precision.reshape(-1) * scatter(state, prior)).sum()
+    noise = [summary(name, value) for name, value in likelihood.hyperparameters.items()]
+    return Record(
+        epoch=number,
+        log_evidence=float(value),
+        log_likelihood=float(fit),
+        effective_dimension=float(effective_dimension(state, prior, likelihood).sum()),
+        train_loss=float(0.5 * quadratic - fit) / state.n,
+        hyperparameters={
+            k: v for part in (summary("precision", prior.precision, prior.names), *noise) for k, v in part.items()
+        },
+        at_bound=len(at_bound),
+    )
