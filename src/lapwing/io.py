@@ -91,6 +91,7 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "weights": state.weights,
         "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
         "n": state.n,
+        "targets": state.targets,
         "fingerprints": state.fingerprints,
         "parts": [asdict(part) for part in state.parts],
         "coverage": state.coverage,
@@ -125,6 +126,7 @@ def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: Ta
         ),
         parts=tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in header["parts"]),
         coverage=header["coverage"],
+        targets=header.get("targets"),
     )
 
 

@@ -130,6 +130,23 @@ def batch_dims(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, plain(tree))
 
 
+def digest(rows: Tensor) -> int:
+    """A hash of a set of rows (n, ...) that adds: digest(A ∪ B) = digest(A) + digest(B) mod 2⁶⁴, in any order.
+
+    Of the values rounded to float32, so that a cast or another device does not count as other rows."""
+    bits = rows.detach().reshape(len(rows), -1).cpu().to(torch.float32) + 0.0  # −0 is 0
+    words = bits.view(torch.int32).to(torch.int64)
+    place = _mixed(torch.arange(1, words.shape[1] + 1))
+    return int(_mixed(_mixed(words + place).sum(1)).sum()) % 2**64
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64, in int64 that wraps; shifts that keep the sign do no harm to a hash."""
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return x ^ (x >> 31)
+
+
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A short hash of each tensor's dtype, shape and bytes."""
     out = {}

@@ -38,7 +38,8 @@ class State:
     parts: tuple[Part, ...] = ()  # of structures that treat the network part by part
     batches: tuple[tuple[Any, Tensor], ...] = ()  # (inputs, cotangents (n, K, ..., c))
     coverage: dict[str, str] = field(default_factory=dict)
-    cache: dict[str, Any] = field(default_factory=dict)  # factorizations, made on demand
+    targets: int | None = None  # a digest of what was fitted to, in any order; None where it is not known
+    cache: dict[Any, Any] = field(default_factory=dict)  # factorizations, made on demand
 
     @property
     def layout(self) -> Layout:
@@ -73,6 +74,7 @@ class State:
             statistics={k: v + other.statistics[k] for k, v in self.statistics.items()},
             sums={k: v + other.sums[k] for k, v in self.sums.items()},
             batches=self.batches + other.batches,
+            targets=None if self.targets is None or other.targets is None else (self.targets + other.targets) % 2**64,
             cache={},
         )
 

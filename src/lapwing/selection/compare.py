@@ -1,0 +1,223 @@
+"""Models side by side: log Z = fit − quadratic − occam of each (Eq. 5), and what held-out data say.
+
+Evidences are of the same thing only if they are densities of the same targets, under the same kind of likelihood, with
+the same kind of weights integrated over: a last layer's evidence takes the layers below as given, and is no rival of a
+whole network's. Anything else is refused. Inputs may differ (other features, other transforms): p(y | x) is of y.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lapwing.data import as_batches, passes
+from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
+from lapwing.tree import layer_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model. log_evidence = fit − quadratic − occam, at the model's own center, prior and noise."""
+
+    name: str
+    log_evidence: float
+    difference: float  # to the best, ≤ 0
+    fit: float
+    quadratic: float
+    occam: float
+    effective_dimension: float
+    parameters: int
+    structure: str
+    bound: str
+    center: str
+    tuned: str  # the method, or "no"
+    nll: float | None = None  # held-out, mean a point
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows by falling evidence; prints as a table."""
+
+    rows: tuple[Row, ...]
+    n: int  # examples that the evidence is of
+    weights: str  # which weights are integrated over
+
+    @property
+    def best(self) -> Row:
+        return self.rows[0]
+
+    def __getitem__(self, name: str) -> Row:
+        found = {row.name: row for row in self.rows}
+        if name not in found:
+            raise InvalidValue(f"no model {name!r} was compared; they are {list(found)}")
+        return found[name]
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """{name: {column: value}}, in the order of the rows."""
+        return {row.name: {k: v for k, v in asdict(row).items() if k != "name"} for row in self.rows}
+
+    def _table(self) -> list[list[str]]:
+        held = any(row.nll is not None for row in self.rows)
+        head = ["model", "log evidence", "difference", "fit", "quadratic", "occam", "dimension", "parameters"]
+        out = [[*head, "structure", "center", "tuned", *(["held-out NLL"] if held else [])]]
+        for r in self.rows:
+            numbers = [r.log_evidence, r.difference, r.fit, r.quadratic, r.occam, r.effective_dimension]
+            plain = [f"{v:.2f}" for v in numbers] + [f"{r.parameters:,}", r.structure, r.center, r.tuned]
+            out.append([r.name, *plain, *(["" if r.nll is None else f"{r.nll:.4f}"] if held else [])])
+        return out
+
+    def _notes(self) -> list[str]:
+        kinds = dict.fromkeys(row.bound for row in self.rows)
+        labels = [f"{kind}: {', '.join(row.name for row in self.rows if row.bound == kind)}" for kind in kinds]
+        return [f"evidence of {self.n:,} examples over {self.weights}", "log evidence is " + "; ".join(labels)]
+
+    def __repr__(self) -> str:
+        table = self._table()
+        widths = [max(len(line[j]) for line in table) for j in range(len(table[0]))]
+        texts = {0, *(table[0].index(name) for name in ("structure", "center", "tuned"))}
+        lines = [
+            "  ".join(
+                c.ljust(w) if j in texts else c.rjust(w) for j, (c, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in table
+        ]
+        return "\n".join([line.rstrip() for line in lines] + self._notes())
+
+    def _repr_html_(self) -> str:
+        head, *body = [[html.escape(cell) for cell in line] for line in self._table()]
+        rows = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in body]
+        top = "<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"
+        notes = "<br>".join(html.escape(note) for note in self._notes())
+        return f"<table><thead>{top}</thead><tbody>{''.join(rows)}</tbody></table><p>{notes}</p>"
+
+    def plot(self) -> Any:
+        """A figure of the evidences, and of held-out NLL against them where there is one (needs matplotlib)."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise Unsupported(
+                "comparison.plot() needs matplotlib, which is not installed; pip install 'lapwing[demo]'"
+            ) from error
+        held = all(row.nll is not None for row in self.rows)
+        figure = Figure(figsize=(10 if held else 5, 0.4 * len(self.rows) + 2), layout="constrained")
+        axes = figure.subplots(1, 2 if held else 1, squeeze=False)[0]
+        axes[0].barh([r.name for r in self.rows], [r.difference for r in self.rows], color="#0072B2")
+        axes[0].invert_yaxis()
+        axes[0].set_xlabel("log evidence, difference to the best (nats)")
+        if held:
+            axes[1].plot([r.log_evidence for r in self.rows], [r.nll for r in self.rows], "o", color="#D55E00")
+            for r in self.rows:
+                axes[1].annotate(r.name, (r.log_evidence, r.nll or 0.0), xytext=(4, 4), textcoords="offset points")
+            axes[1].set_xlabel("log evidence")
+            axes[1].set_ylabel("held-out negative log-likelihood, mean a point")
+        return figure
+
+
+@torch.inference_mode(False)
+def compare(models: Mapping[str, Any], data: Any = None) -> Comparison:
+    """The evidence of each {name: Laplace}, its terms, and with held-out data (X, y) or a loader its NLL beside it."""
+    if not isinstance(models, Mapping) or not models:
+        raise InvalidValue(f"compare takes {{name: la}} with at least one model, got {type(models).__name__}")
+    for name, la in models.items():
+        if not hasattr(la, "decompose"):
+            raise InvalidValue(f"compare takes objects that lw.laplace made; {name!r} is a {type(la).__name__}")
+    _check_same(models)
+    _warn_mixed(models)
+    rows = [_row(str(name), la, None if data is None else as_batches(data)) for name, la in models.items()]
+    rows.sort(key=lambda row: -row.log_evidence)
+    best = rows[0].log_evidence
+    ordered = tuple(Row(**{**asdict(row), "difference": row.log_evidence - best}) for row in rows)
+    first = next(iter(models.values()))
+    return Comparison(ordered, first.state.n, weights_of(first))
+
+
+def _row(name: str, la: Any, held_out: Any) -> Row:
+    with torch.no_grad():
+        terms = la.decompose()
+    value = float(terms.log_evidence)
+    if not math.isfinite(value):
+        raise InvalidValue(f"the log evidence of {name!r} is {value}; look at its prior and noise before comparing it")
+    return Row(
+        name=name,
+        log_evidence=value,
+        difference=0.0,
+        fit=float(terms.fit),
+        quadratic=float(terms.quadratic),
+        occam=float(terms.occam),
+        effective_dimension=float(la.effective_dimension().sum()),
+        parameters=la.state.layout.size,
+        structure=str(la.state.structure),
+        bound=terms.bound,
+        center=la.center,
+        tuned="no" if la.tuning is None else la.tuning.method,
+        nll=None if held_out is None else held_out_nll(la, held_out),
+    )
+
+
+def held_out_nll(la: Any, batches: Any) -> float:
+    """−log p(y), mean over the points of a held-out set."""
+    total, count = 0.0, 0
+    for x, y in passes(batches, la.tangent.device, label="held out"):
+        each = la.predict(x).log_prob(y)
+        total, count = total - float(each.double().sum()), count + each.numel()
+    return total / count
+
+
+def weights_of(la: Any) -> str:
+    """Which kind of weights the evidence integrates over."""
+    layout = la.state.layout
+    if layout.masks:
+        return "a mask of weights"
+    if not la.frozen:
+        return "all weights"
+    owners = {layer_of(name) for name in layout.names}
+    last = [name for name, _ in la.tangent.model.named_parameters()][-1]
+    return "the last layer's weights" if owners == {layer_of(last)} else "some layers' weights"
+
+
+def _check_same(models: Mapping[str, Any]) -> None:
+    """Raise unless the evidences are of the same targets, kind of likelihood and kind of weights."""
+    items = list(models.items())
+    first, a = items[0]
+    for name, b in items[1:]:
+        for what, mine, theirs, why in [
+            ("likelihoods", a.state.likelihood, b.state.likelihood, "their densities are of different things"),
+            ("numbers of examples", a.state.n, b.state.n, "evidence is a density of all targets together"),
+            ("weight subsets", weights_of(a), weights_of(b), "an evidence takes the weights left out as given"),
+        ]:
+            if mine != theirs:
+                raise InvalidValue(
+                    f"{first!r} and {name!r} have different {what} ({mine}; {theirs}), so their evidences cannot be "
+                    f"compared: {why}; fit them alike"
+                )
+        if None not in (a.state.targets, b.state.targets) and a.state.targets != b.state.targets:
+            raise InvalidValue(
+                f"{first!r} and {name!r} were fitted to different targets (other data, or the same in other units), so "
+                "their evidences cannot be compared: evidence is a density of the targets; fit them to the same"
+            )
+
+
+def _warn_mixed(models: Mapping[str, Any]) -> None:
+    def among(key: Any) -> dict[Any, list[str]]:
+        out: dict[Any, list[str]] = {}
+        for name, la in models.items():
+            out.setdefault(key(la), []).append(str(name))
+        return out
+
+    said = []
+    tuned = among(lambda la: la.tuning is not None)
+    if len(tuned) > 1:
+        said.append(f"{tuned[False]} are not tuned and {tuned[True]} are: tune all of them, or none")
+    centers = among(lambda la: la.center)
+    if len(centers) > 1:
+        said.append(f"centers differ ({centers}): take the evidence of all at one, by la.recentered()")
+    if any(la.state.targets is None for la in models.values()):
+        said.append("a state does not say what its targets were, so that they are the same is taken on trust")
+    for text in said:
+        warnings.warn(f"compare: {text}", LapwingWarning, stacklevel=3)
