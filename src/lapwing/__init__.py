@@ -1,20 +1,24 @@
 """Lapwing turns a trained PyTorch network into a Bayesian one: error bars, evidence, and the prior and noise that
 the evidence picks."""
 
-from lapwing import curvature, errors, likelihoods, operators, predictive, priors, subsets, tangent, tune
+from lapwing import curvature, errors, likelihoods, operators, predictive, priors, selection, subsets, tangent, tune
 from lapwing.api import Laplace, from_state, laplace, load
 from lapwing.curvature import accumulate
 from lapwing.doctor import doctor
 from lapwing.posterior import condition
 from lapwing.predictive import Prediction, predict
+from lapwing.selection import compare
 from lapwing.tangent import linearize
+from lapwing.tune import OnlineEvidence
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Laplace",
+    "OnlineEvidence",
     "Prediction",
     "accumulate",
+    "compare",
     "condition",
     "curvature",
     "doctor",
@@ -28,6 +32,7 @@ __all__ = [
     "predict",
     "predictive",
     "priors",
+    "selection",
     "subsets",
     "tangent",
     "tune",

@@ -116,7 +116,7 @@ def accumulate(
         del basis  # its memory, before the second pass
     else:
         accumulator = structure.start(tangent, likelihood, factor, seen)
-    n, statistics = 0, {}  # type: ignore[var-annotated]
+    n, targets_seen, statistics = 0, 0, {}  # type: ignore[var-annotated]
     each = 4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs  # bytes of u, an example
     size = max(1, getattr(structure, "memory_budget", BUDGET) // 4 // each)
     for x, y in _pieces(tangent, loading.passes(batches, tangent.device, progress, str(structure)), size):
@@ -135,6 +135,7 @@ def accumulate(
         u, column = cotangents(factor, S, len(f))
         accumulator.observe(x, y, f, u.reshape(*u.shape[:2], *f.shape[1:]) if factor.kind != "hessian" else u, column)
         n += len(f)
+        targets_seen = (targets_seen + tree.digest(y)) % 2**64
     sums, kept = accumulator.finish()
     parts = getattr(accumulator, "parts", ())
     return State(
@@ -151,6 +152,7 @@ def accumulate(
         batches=kept,
         parts=parts,
         coverage=structure.coverage(parts, tangent),
+        targets=targets_seen,
     )
 
 
