@@ -359,7 +359,7 @@ class Returning(nn.Module):
         (lambda f: f[:, 0], r"\(6,\).*unsqueeze"),
         (lambda f: f.sum(), r"\(\).*\(n, \.\.\., c\)"),
         (lambda f: (f, f), "tuple.*forward="),
-        (lambda f: {"logits": f}, "dict.*forward="),
+        (lambda f: {"scores": f}, "dict.*forward="),
         (lambda f: f.mean(0, keepdim=True), "batch sizes must agree"),
         (lambda f: f[:4], "batch sizes must agree"),
     ],

@@ -772,8 +772,9 @@ def test_what_a_hook_of_the_user_sees_while_lapwing_runs() -> None:
     net.first.register_forward_hook(lambda m, args, out: seen.append((len(out), out.detach().clone())))
     lw.laplace(net, (vectors, numbers(N, 2)), "gaussian", structure="kron", subset=["first.*", "last.*"])
     assert seen
-    for n, found in seen:
-        close(found, expected[:n])
+    for n, found in seen:  # the first examples; or the last alone, which tells whether a batch may be cut
+        alone = n == 1 and not torch.allclose(found, expected[:1])
+        close(found, expected[-1:] if alone else expected[:n])
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron"])

@@ -460,7 +460,7 @@ def test_outputs_that_are_no_tensor_of_examples_are_named() -> None:
     x = torch.randn(4, 3)
     for what, text in [
         (lambda f: (f, f), "tuple"),
-        (lambda f: {"logits": f}, "dict"),
+        (lambda f: {"scores": f}, "dict"),
         (lambda f: f.sum(-1), r"\(4,\)"),
         (lambda f: f.sum(), r"\(\)"),
     ]:

@@ -12,6 +12,7 @@ and no pass changes the user's module. Index letters: n data, c outputs, p param
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -129,7 +130,8 @@ class TangentModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.params.values())).dtype
+        """Of vectors over all parameters: theirs, or the one that holds them all where they differ."""
+        return functools.reduce(torch.promote_types, (p.dtype for p in self.params.values()))
 
     @property
     def custom_forward(self) -> bool:
@@ -147,10 +149,11 @@ class TangentModel:
     # -- the network as a function of the selected parameters -----------------------------------------------------
 
     def embed(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Full-shaped tensors of the selected parameters, masked elements put in their places."""
+        """Full-shaped tensors of the selected parameters in their own dtypes, masked elements put in their places."""
+        own = {n: v.to(self.params[n].dtype) for n, v in params.items()}
         return {
             n: (self.constants[n].index_put((self.layout.masks[n],), v) if n in self.layout.masks else v)
-            for n, v in params.items()
+            for n, v in own.items()
         }
 
     def apply(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
@@ -198,12 +201,15 @@ class TangentModel:
         try:
             whole = self(tree.rows_of(x, slice(0, n)))
             pieces = [(piece, self(tree.rows_of(x, piece))) for piece in (slice(0, k), slice(n - 1, n))]
-        except Exception:  # the parts do not fit together; what fails on the whole batch too says so there
+        except Exception:  # the parts do not fit together
+            self(x)  # what fails on the whole batch too is no matter of cutting, and raises
             return False
         if len(whole) != n or any(part.shape != whole[piece].shape for piece, part in pieces):
             return False
         gap = max(float((part - whole[piece]).abs().max()) for piece, part in pieces)
-        return gap <= 1e4 * torch.finfo(whole.dtype).eps * float(whole.abs().max().clamp(min=1e-30))
+        dtypes = {t.dtype for t in (whole, *self.params.values(), *self.constants.values()) if t.is_floating_point()}
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return gap <= 1e4 * eps * float(whole.abs().max().clamp(min=1e-30))
 
     def output_shape(self, x: Any) -> tuple[int, int]:
         """Positions and outputs c of an example; remembered for inputs of the same shapes."""
@@ -268,7 +274,7 @@ class TangentModel:
     def jvps(self, x: Any, v: Tensor) -> tuple[Tensor, Tensor]:
         """f(x) and J(x) v for several vectors v (k, p) by one run of the network: (n, ..., c) and (k, n, ..., c)."""
         if self.route.get("jvp", "forward") != "double" and self.route.get("jvps", "vmap") == "vmap":
-            tangents = self.layout.unflatten(v.to(self.dtype))
+            tangents = {n: t.to(self.params[n].dtype) for n, t in self.layout.unflatten(v).items()}
 
             def push(one: dict[str, Tensor]) -> Any:
                 return jvp(lambda p: self.apply(p, x), (self.params,), (one,))
@@ -299,7 +305,8 @@ class TangentModel:
 
     def _forward_jvp(self, x: Any, v: Mapping[str, Tensor], onednn: bool) -> Tensor:
         with evaluating(self.model), plain_kernels(onednn):
-            return jvp(lambda p: self.apply(p, x), (self.params,), (dict(v),))[1]
+            tangents = {n: t.to(self.params[n].dtype) for n, t in v.items()}
+            return jvp(lambda p: self.apply(p, x), (self.params,), (tangents,))[1]
 
     def _double_vjp(self, x: Any, v: Mapping[str, Tensor]) -> Tensor:
         """J v as the derivative of u ↦ Jᵀu, which is linear, pulled back by v."""
@@ -311,7 +318,7 @@ class TangentModel:
 
         with evaluating(self.model), plain_kernels(onednn=False):
             leaves, grads = self._pullback(x, zero)
-            used = [(g, v[n]) for n, g in zip(leaves, grads, strict=True) if g is not None and g.requires_grad]
+            used = [(g, v[n].to(g)) for n, g in zip(leaves, grads, strict=True) if g is not None and g.requires_grad]
             if not used:
                 return torch.zeros_like(held[0])
             return torch.autograd.grad([g for g, _ in used], held[0], [t for _, t in used])[0]
