@@ -21,7 +21,7 @@ from lapwing.center import Center, Jacobian, read, tangent_map
 from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, Factor, Probe, State, accumulate, probe
 from lapwing.curvature.factor import KINDS
-from lapwing.data import Joined, as_batches, dropped, passes
+from lapwing.data import Joined, as_batches, dropped, inputs_of, passes
 from lapwing.errors import InvalidValue
 from lapwing.evidence import Evidence, decompose, effective_dimension
 from lapwing.posterior import Gaussian, condition, placed
@@ -32,7 +32,7 @@ from lapwing.tune import Tuning
 
 SMALL = 4_000  # structure="auto": full while min(P, N·C) stays within this
 FEW = 4  # examples to trace the network with
-FEW_OUTPUTS = 16  # factor="auto": exact up to this many outputs
+FEW_OUTPUTS = 16  # factor="auto": exact up to this many outputs, those of all positions counted
 STRUCTURES = {
     "full": curvature.Full,
     "kron": curvature.Kronecker,
@@ -92,7 +92,8 @@ def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood) -> F
         several = (
             len(likelihood.curvature_weights("exact")) > 1
         )  # noise per output: only the exact factor keeps it apart
-        return Factor("exact" if seen.outputs <= FEW_OUTPUTS or several else "monte_carlo")
+        few = seen.outputs * seen.positions <= FEW_OUTPUTS
+        return Factor("exact" if few or several else "monte_carlo")
     if not isinstance(factor, (str, Factor)):
         raise InvalidValue(f"factor must be 'auto', one of {KINDS} or lw.curvature.Factor, got {factor!r}")
     return Factor(factor) if isinstance(factor, str) else factor
@@ -123,6 +124,7 @@ class Laplace:
     frozen: tuple[str, ...] = field(default=())  # parameters that are not Bayesian
     data: Any = None  # what was fitted, for the verbs that read it again; a reference, never saved
     at: Center | None = None  # v*, where it is known; see `tangent_map`
+    temperature: float = 1.0  # of the posterior: its covariance times that; 1 is Bayes, others by held-out data only
 
     @property
     def tangent(self) -> TangentModel:
@@ -137,7 +139,7 @@ class Laplace:
     def _spread(self) -> Gaussian:
         """The posterior about the trained weights: all that error bars need."""
         with torch.inference_mode(False), torch.no_grad():
-            return condition(self.state, self.prior, self.likelihood)
+            return condition(self.state, self.prior, self.likelihood, temperature=self.temperature)
 
     @cached_property
     def tangent_map(self) -> Center:
@@ -184,13 +186,16 @@ class Laplace:
 
         center: "tangent", the mode v* of the tangent model: right in every network, and reads the data (of the fit
         unless given) several times; "map", the trained weights: reads none, and is biased where they are no mode.
-        method: "mackay" iterates λ = γ/‖v̄‖² (the default at "tangent"); "evidence" follows the gradient (at "map").
+        method: "mackay" iterates λ = γ/‖v̄‖² (the default at "tangent"); "evidence" follows the gradient (at "map");
+        "validation" searches for what predicts held-out `data` best: the prior, and the noise or temperature.
         fixed: hyperparameters to hold.
         """
+        if method == "validation":
+            return self._validated(data, (fixed,) if isinstance(fixed, str) else tuple(fixed))
         methods: dict[str, Any] = {"evidence": tune.evidence, "mackay": tune.mackay}
         method = method or ("mackay" if _center(center) == "tangent" else "evidence")
         if method not in methods:
-            raise InvalidValue(f"method must be one of {list(methods)}, got {method!r}")
+            raise InvalidValue(f"method must be one of {[*methods, 'validation']}, got {method!r}")
         fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
         start = (self.state, self.prior, self.likelihood, fixed)
         if _center(center) == "map":
@@ -198,7 +203,9 @@ class Laplace:
                 raise InvalidValue("center='map' reads no data: the evidence is of the data already fitted; drop data=")
             tune.warn_no_mode(self.tangent)
             prior, likelihood, tuning = methods[method](*start)
-            return replace(self, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None)
+            return replace(
+                self, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0
+            )
         batches = self._data(data, "tuned(center='tangent')", "; center='map' reads none")
         tracker = tune.Tracker(self.state, self._jacobian(batches))
         prior, likelihood, tuning = methods[method](*start, tracker=tracker)
@@ -210,6 +217,7 @@ class Laplace:
             center="tangent",
             at=tracker.found(),
             data=batches,
+            temperature=1.0,
         )
 
     # -- new objects ----------------------------------------------------------------------------------------------
@@ -262,6 +270,7 @@ class Laplace:
     ) -> Prediction:
         """Predict with error bars.
 
+        x: inputs as in the data; targets that a mapping holds under "labels" are left out.
         link: "auto", "probit", "probit_centered", "bridge" or "monte_carlo", for classes.
         joint: the covariance over all inputs together.
         mean: "network", or "tangent" for h(x, v̄); the same while the center is the trained weights.
@@ -273,7 +282,7 @@ class Laplace:
         if mean == "tangent" and via == "network":
             raise InvalidValue("via='network' has a mean of its own, that of its runs; drop mean='tangent'")
         moved = mean == "tangent" and self.center == "tangent"
-        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), x)
+        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), inputs_of(x))
         return predict(
             self.tangent,
             self._spread,
@@ -335,13 +344,15 @@ class Laplace:
             "tuning": tuning,
             "memory_budget": self.memory_budget,
             "forward_hook": self.tangent.custom_forward,
+            "temperature": self.temperature,
         }
         io.write(path, tensors | more | found, header | objects | center | extra)
 
     # -- in a terminal --------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        how = f"tuned by {self.tuning.method} at the {self.tuning.center}" if self.tuning else "not tuned"
+        how = f"tuned by {self.tuning.method}" if self.tuning else "not tuned"
+        how += f" at the {self.tuning.center}" if self.tuning and self.tuning.center else ""
         if self.center == "tangent" and not (self.tuning and self.tuning.center == "tangent"):
             how += ", centered at the tangent MAP"
         values = self.prior.precision.reshape(-1)
@@ -351,6 +362,7 @@ class Laplace:
             else f"{values.numel()} values, {float(values.min()):.3g} to {float(values.max()):.3g}"
         )
         noise = "".join(f", {k}={_numbers(v)}" for k, v in self.likelihood.hyperparameters.items())
+        shown += "" if self.temperature == 1.0 else f"; temperature {self.temperature:.3g}"
         return (
             f"Laplace({self.likelihood.name}{noise}; {self.state.structure}, {self.state.factor} factor; "
             f"{self.state.layout.size:,} parameters, {self.state.n:,} examples; prior precision {shown}; {how})"
@@ -363,6 +375,15 @@ class Laplace:
                 f"{what} reads the training data again, which a file or state does not hold; pass data={otherwise}"
             )
         return self.data if data is None else as_batches(data)
+
+    def _validated(self, data: Any, fixed: tuple[str, ...]) -> Laplace:
+        """Tuned on held-out data; v* is not looked at, and solved for again when it is needed."""
+        if data is None:
+            raise InvalidValue("method='validation' needs held-out data, other than the fit's: pass data=")
+        found = tune.validation(
+            self.state, self.prior, self.likelihood, as_batches(data), fixed, self.temperature, self.memory_budget
+        )
+        return replace(self, prior=found[0], likelihood=found[1], temperature=found[2], tuning=found[3], at=None)
 
     def _jacobian(self, batches: Any) -> Jacobian:
         """J over the data, kept where its rows fit the memory budget."""
@@ -496,7 +517,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None)
     if tuning is not None:
         plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tuning.items()}
         tuning = Tuning(**plain)
-    return replace(la, center=header["center"], tuning=tuning, at=io.unpack_center(tensors, header, tangent.device))
+    at, temperature = io.unpack_center(tensors, header, tangent.device), header.get("temperature", 1.0)
+    return replace(la, center=header["center"], tuning=tuning, at=at, temperature=temperature)
 
 
 def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:

@@ -69,7 +69,13 @@ def placed(prior: Any, state: State) -> Any:
     return out
 
 
-def condition(state: State, prior: Any, likelihood: Any, center: Tensor | None = None) -> Gaussian:
-    """The posterior of the tangent model, centered at the trained weights unless told otherwise."""
+def condition(
+    state: State, prior: Any, likelihood: Any, center: Tensor | None = None, temperature: float = 1.0
+) -> Gaussian:
+    """The posterior of the tangent model, centered at the trained weights unless told otherwise; its covariance times
+    the temperature."""
     mean = state.tangent.theta.to(torch.float64) if center is None else center
-    return Gaussian(mean, linalg.shift(curvature(state, likelihood), prior.operator()), state.layout, state.parts)
+    precision = linalg.shift(curvature(state, likelihood), prior.operator())
+    if temperature != 1.0:
+        precision = linalg.scale(precision, torch.tensor(1 / temperature, dtype=torch.float64, device=mean.device))
+    return Gaussian(mean, precision, state.layout, state.parts)

@@ -10,6 +10,7 @@ from lapwing.tune.online import OnlineEvidence
 from lapwing.tune.surrogate import slope
 from lapwing.tune.tracking import Tracker
 from lapwing.tune.training import mackay_training
+from lapwing.tune.validation import validation
 
 __all__ = [
     "History",
@@ -22,5 +23,6 @@ __all__ = [
     "mackay",
     "mackay_training",
     "slope",
+    "validation",
     "warn_no_mode",
 ]
