@@ -1,6 +1,6 @@
 """How far a structured curvature Ĝ is from the true GGN G, at the same prior and noise, by products with G alone.
 
-With P = Ĝ + A (the posterior precision) and K = G + A (what it stands for), Eq. 20:
+With P = Ĝ + A (the posterior precision) and K = G + A (what it stands for), Eq. 22:
 
     trace     tr Ĝ / tr G                                tr G = Σ_n ‖J_nᵀS_n e_n‖² in expectation, e_n random signs
     log_det   log|P| − log|K| = −tr log(P⁻¹K)            Lanczos in the inner product of P, from starts z ~ N(0, P⁻¹)
