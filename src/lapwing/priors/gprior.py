@@ -1,4 +1,4 @@
-"""The neural g-prior: θ ~ N(m, A⁻¹),  A = diag(λ_g · h_d),  h_d = [G]_dd,  G the curvature at unit noise (Eq. 16).
+"""The neural g-prior: θ ~ N(m, A⁻¹),  A = diag(λ_g · h_d),  h_d = [G]_dd,  G the curvature at unit noise (Eq. 23).
 
 The posterior is that of an isotropic prior after each column of the Jacobian is divided by its root second moment √h_d;
 so nothing changes under J → J·diag(c) (units of an input, a ReLU layer scaled up and the next one down).

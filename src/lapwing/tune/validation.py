@@ -1,7 +1,7 @@
 """Prior and noise (or temperature) by held-out data, where evidence is not to be trusted: a subnetwork, a likelihood
 that is wrong.
 
-    minimize over (c, t)   −(1/M) Σ_m log p(y_m | x_m),   f(x_m) ~ N(f(x_m, θ*), t · J (G + c·A)⁻¹ Jᵀ)
+    Eq. 24: minimize over (c, t)   −(1/M) Σ_m log p(y_m | x_m),   f(x_m) ~ N(f(x_m, θ*), t · J (G + c·A)⁻¹ Jᵀ)
 
 c is one factor on all prior precisions against the curvature as given; t scales the covariance. What t is:
 
