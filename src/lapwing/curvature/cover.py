@@ -153,7 +153,10 @@ def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part]
             module = type(tangent.model.get_submodule(part.module)).__name__
             text = f"{module}'s rule does not give autograd's gradient here"
             text = "the batch cannot be cut, and its inputs are not one row an example" if part in loose else text
-            reasons |= dict.fromkeys(part.parameters, f"{often[part]} is used elsewhere too" if part in often else text)
+            text = f"{often[part]} is used elsewhere too" if part in often else text
+            hidden = part.site and part.name not in record.outputs
+            text = f"{module}'s rule cannot take apart what it is called on" if hidden else text
+            reasons |= dict.fromkeys(part.parameters, text)
     changed = {name for name, handed in record.handed_on.items() if handed._version > 0}
     return [replace(part, clone=part.name in changed) for part in proved], reasons
 
@@ -242,15 +245,17 @@ def _agrees(record: Record, part: Part, u: Tensor, truth: list[dict[str, Tensor 
 
 
 def _example_agrees(part: Part, view: Any, g: Tensor, e: int, truth: dict[str, Tensor | None]) -> bool:
-    own = slice(e, e + 1)
-    implied = part.split(view.chunk(own).outer(g[None, own])[0, 0])
+    own, eps = slice(e, e + 1), torch.finfo(g.dtype).eps
+    mine = view.chunk(own)
+    implied = part.split(mine.outer(g[None, own])[0, 0])
+    terms = part.split(mine.absolute().outer(g[None, own].abs())[0, 0])  # Σ_s |g ⊗ a|: a sum is no preciser than them
     for name, vector in implied.items():
         want = truth[name]
         want = torch.zeros_like(vector) if want is None else want.reshape(-1)
         if vector.shape != want.shape:
             return False
-        gap = (vector.to(want) - want).double().norm()
-        if not float(gap) <= min(0.1, 1e4 * torch.finfo(g.dtype).eps) * float(want.double().norm()) + 1e-300:
+        gap, size, most = (float(t.double().norm()) for t in (vector.to(want) - want, want, terms[name]))
+        if not gap <= min(0.1, 1e4 * eps) * size + min(0.1, 1e3 * eps) * most + 1e-300:
             return False
     return True
 

@@ -34,6 +34,9 @@ class DenseInputs:
     def chunk(self, index: slice) -> DenseInputs:
         return DenseInputs(self.a[index])
 
+    def absolute(self) -> DenseInputs:
+        return DenseInputs(self.a.abs())
+
     def apart(self) -> DenseInputs:
         """Each position as an example of its own."""
         return DenseInputs(self.a.flatten(0, 1).unsqueeze(1))
@@ -97,6 +100,9 @@ class OneHotInputs:
 
     def chunk(self, index: slice) -> OneHotInputs:
         return OneHotInputs(self.ids[index], self.size, self.padding)
+
+    def absolute(self) -> OneHotInputs:
+        return self
 
     def apart(self) -> OneHotInputs:
         return OneHotInputs(self.ids.reshape(-1, 1), self.size, self.padding)
