@@ -134,6 +134,22 @@ def test_the_recorded_evidence_is_dense_linear_algebra_s(
     assert math.isclose(record.effective_dimension, float(gamma), rel_tol=1e-8)
 
 
+@pytest.mark.parametrize("structure", ["full", "block", "kron", "diag"])
+def test_the_evidence_that_is_climbed_is_the_evidence(mlp: nn.Module, regression: tuple, structure: str) -> None:
+    """What is made once for all steps gives the same value and slopes, for one noise and for one an output."""
+    for noise in (0.4, torch.tensor([0.4, 0.9, 1.3])):
+        la = lw.laplace(mlp, regression, lw.likelihoods.Gaussian(noise), structure=structure, prior="layerwise")
+        climbed = lw.tune.online._fixed_curvature(la.state, la.prior, la.likelihood)
+        lam = torch.tensor([0.3, 2.2], dtype=torch.float64, requires_grad=True)
+        sigma = (1.7 * torch.as_tensor(noise, dtype=torch.float64)).requires_grad_()
+        now = la.prior.replace(precision=lam), lw.likelihoods.Gaussian(sigma)
+        values = climbed(*now), lw.evidence.log_evidence(la.state, *now)
+        slopes = [torch.autograd.grad(value, [lam, sigma]) for value in values]
+        close(values[0], values[1], 1e-12)
+        for a, b in zip(*slopes, strict=True):
+            close(a, b, 1e-10)
+
+
 def test_epochs_of_updates(mlp: nn.Module, classification: tuple) -> None:
     for burn_in, every, expected in [(3, 2, [3, 5, 7]), (0, 3, [3, 6]), (2, 5, [2, 7])]:
         online = lw.OnlineEvidence(mlp, classification, "categorical", burn_in=burn_in, every=every, steps=1)
@@ -513,17 +529,20 @@ def test_diverged_training_is_said(mlp: nn.Module, classification: tuple) -> Non
     assert torch.isfinite(mlp[0].weight).all()
 
 
+@pytest.mark.parametrize("where", ["log_evidence", "_fixed_curvature"])
 def test_an_evidence_that_is_not_finite_changes_nothing(
-    mlp: nn.Module, classification: tuple, monkeypatch: pytest.MonkeyPatch
+    mlp: nn.Module, classification: tuple, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     online = lw.OnlineEvidence(mlp, classification, "categorical", burn_in=1, every=1)
     prior = online.prior
-    module = sys.modules["lapwing.tune.online"]
-    monkeypatch.setattr(module, "log_evidence", lambda *a: torch.tensor(math.nan, requires_grad=True))
+    nan = torch.tensor(math.nan, requires_grad=True)
+    broken = (lambda *a: nan.detach()) if where == "log_evidence" else (lambda *a: lambda *b: nan)
+    monkeypatch.setattr(sys.modules["lapwing.tune.online"], where, broken)
     with pytest.raises(NotConverged, match="became nan"):
         online.step()
     assert online.prior is prior
     assert online.epoch == 0
+    assert online.best is None
     assert not len(online.history)
 
 

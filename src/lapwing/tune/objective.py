@@ -33,13 +33,14 @@ class Objective:
     n: int  # N, examples in all
 
     @cached_property
-    def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """λ and m of each selected parameter, 0-dim where all its weights share them."""
+    def terms(self) -> dict[str, tuple[float | Tensor, float | Tensor]]:
+        """λ and m of each selected parameter, in its dtype; one number where all its weights share them."""
         with torch.inference_mode(False), torch.no_grad():
-            layout = self.prior.layout
+            layout, named = self.prior.layout, dict(self.model.named_parameters())
             precision = layout.unflatten(self.prior.operator().dense().detach())
             mean = layout.unflatten(self.prior.mean_vector())
-            return {name: (_shared(precision[name]), _shared(mean[name])) for name in layout.names}
+            kinds = {n: torch.promote_types(named[n].dtype, torch.float32) for n in layout.names}
+            return {n: (_shared(precision[n], kinds[n]), _shared(mean[n], kinds[n])) for n in layout.names}
 
     def __call__(self, model: nn.Module) -> Tensor:
         """½ ‖θ − m‖²_A / N, differentiable in the model's parameters."""
@@ -50,9 +51,12 @@ class Objective:
                 raise InvalidValue(f"the model has no parameter {name}, which the prior is over; give the same network")
             theta = named[name][masks[name]] if name in masks else named[name]
             theta = theta.to(torch.promote_types(theta.dtype, torch.float32))
-            gap = theta if mean.ndim == 0 and not mean else theta - mean.to(theta)
-            total.append((precision.to(theta) * gap.square()).sum())
-        return 0.5 * torch.stack(total).sum() / self.n
+            gap = (theta if isinstance(mean, float) and mean == 0 else theta - mean).reshape(-1)
+            if isinstance(precision, float):
+                total.append(precision * gap.dot(gap))  # two kernels a step of training, where a grid has one
+            else:
+                total.append((precision.reshape(-1) * gap).dot(gap))
+        return torch.stack(total).sum() / (2 * self.n)
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """The mean negative log-likelihood of a batch of outputs f (n, ..., c), plus the penalty."""
@@ -102,6 +106,6 @@ def begin(
     return Objective(model, bound, known, seen.n - dropped(batches))
 
 
-def _shared(values: Tensor) -> Tensor:
+def _shared(values: Tensor, dtype: torch.dtype) -> float | Tensor:
     first = values.reshape(-1)[0]
-    return first.clone() if bool((values == first).all()) else values.clone()
+    return float(first) if bool((values == first).all()) else values.to(dtype)
