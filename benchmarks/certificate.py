@@ -1,7 +1,7 @@
 """Do the certificate's 90 % intervals cover the dense truth? Small random networks in float64, structures and
 likelihoods mixed, trained a little or not.
 
-    python benchmarks/certificate.py [--networks 100] [--probes 32] [--seed 0] [--json path]
+    python benchmarks/certificate.py [--networks 400] [--probes 32] [--seed 0]
 
 The truth is dense algebra on Jacobians by torch.func, without the package. `trace` is exact where an example has no
 more outputs than there are probes (as it has in all of these), so its estimator is run by itself as `trace, probed`.
@@ -10,13 +10,10 @@ more outputs than there are probes (as it has in all of these), so its estimator
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from _common import Bar, table, write
 from torch import Tensor, nn
 
 import lapwing as lw
@@ -116,34 +113,36 @@ def one(seed: int, probes: int) -> dict[str, Any]:
     return {"seed": seed, "structure": structure, "likelihood": kind, "passes": found.passes, **rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--networks", type=int, default=100)
-    parser.add_argument("--probes", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
-    start = time.perf_counter()
-    runs = [one(args.seed + i, args.probes) for i in range(args.networks)]
-    print(f"{args.networks} networks, {args.probes} probes, {time.perf_counter() - start:.0f} s")
-    print(f"{'quantity':<14} {'covered':>9} {'below':>6} {'above':>6} {'median se':>10} {'mean z':>7} {'sd z':>6}")
+def report(runs: list[dict[str, Any]], probes: int) -> None:
+    """Print how many intervals cover, in all and by hundreds of networks, and write results/certificate.json."""
+    hundreds = [runs[i : i + 100] for i in range(0, len(runs), 100)]
+    rows = [("quantity", "covered", "too low", "too high", "median error", "sd of z", "by hundreds")]
+    bars = []
     for name in NAMES:
         each = [run[name] for run in runs]
-        covered = sum(r["covered"] for r in each)
-        below = sum(not r["covered"] and r["value"] < r["truth"] for r in each)
+        missed = [r for r in each if not r["covered"]]
         z = torch.tensor([r["z"] for r in each], dtype=torch.float64)
         error = torch.tensor([r["standard_error"] for r in each], dtype=torch.float64).median()
-        print(
-            f"{name:<14} {covered:>4} / {len(each)} {below:>6} {len(each) - covered - below:>6} {float(error):>10.3g} "
-            f"{float(z.mean()):>7.2f} {float(z.std()):>6.2f}"
+        low = sum(r["value"] < r["truth"] for r in missed)
+        by = [sum(run[name]["covered"] for run in part) for part in hundreds]
+        rate = 1 - len(missed) / len(each)
+        rows.append(
+            (name, f"{rate:.1%}", str(low), str(len(missed) - low), f"{error:.3g}", f"{z.std():.2f}", str(by)),
         )
-    for structure in STRUCTURES:
-        mine = [run for run in runs if run["structure"] == structure]
-        shown = ", ".join(f"{n} {sum(r[n]['covered'] for r in mine)}/{len(mine)}" for n in NAMES)
-        print(f"  {structure}: {shown}; passes {min(r['passes'] for r in mine)} to {max(r['passes'] for r in mine)}")
-    if args.json:
-        args.json.write_text(json.dumps(runs, indent=1, default=float) + "\n")
-    assert all(math.isfinite(run[n]["value"]) for run in runs for n in NAMES)
+        bars += [Bar(f"{name}: coverage", rate, 0.85, above=True), Bar(f"{name}: coverage", rate, 0.95)]
+    passes = [run["passes"] for run in runs]
+    print(f"{len(runs)} networks, {probes} probes, {min(passes)} to {max(passes)} passes over the data")
+    print(table(rows), *bars, sep="\n")
+    write("certificate", {"probes": probes, "runs": runs}, bars, ("torch", "lapwing"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--networks", type=int, default=400)
+    parser.add_argument("--probes", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    report([one(args.seed + i, args.probes) for i in range(args.networks)], args.probes)
 
 
 if __name__ == "__main__":
