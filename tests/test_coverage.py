@@ -365,12 +365,12 @@ CASES = {
         Functional, vectors, {"fc.weight": "exact block, generic: its module is not called itself", "last.weight": KRON}
     ),
     "called and used functionally": Case(
-        CalledAndFunctional, vectors, {"fc.weight": "exact block, generic: fc.weight is used elsewhere too"}
+        CalledAndFunctional, vectors, {"fc.weight": "exact block, generic: fc.weight is used more than once"}
     ),
     "a second use that the probe cannot see": Case(
         SilentSecondUse,
         torch.cat([gated, vectors[:, 1:]], 1),
-        {"fc.weight": "exact block, generic: fc.weight is used elsewhere too"},
+        {"fc.weight": "exact block, generic: fc.weight is used more than once"},
     ),
     "bare parameters": Case(
         Bare,

@@ -153,7 +153,7 @@ def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part]
             module = type(tangent.model.get_submodule(part.module)).__name__
             text = f"{module}'s rule does not give autograd's gradient here"
             text = "the batch cannot be cut, and its inputs are not one row an example" if part in loose else text
-            text = f"{often[part]} is used elsewhere too" if part in often else text
+            text = f"{often[part]} is used more than once" if part in often else text
             hidden = part.site and part.name not in record.outputs
             text = f"{module}'s rule cannot take apart what it is called on" if hidden else text
             reasons |= dict.fromkeys(part.parameters, text)

@@ -92,6 +92,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = [m for m in model.modules() if m.training]
     hooked = [(m, m._backward_hooks, m._backward_pre_hooks) for m in model.modules()]
     hooked = [(m, hooks, pre) for m, hooks, pre in hooked if hooks or pre]
+    flat = [(m, m._flat_weights, m._flat_weight_refs) for m in model.modules() if isinstance(m, nn.RNNBase)]
     for module in training:
         module.training = False
     for module, _, _ in hooked:
@@ -104,6 +105,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
         for module, hooks, pre in hooked:
             module._backward_hooks, module._backward_pre_hooks = hooks, pre
+        for module, weights, refs in flat:  # recurrent layers remember the weights of their last pass
+            module._flat_weights, module._flat_weight_refs = weights, refs
 
 
 def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
