@@ -1,12 +1,15 @@
 """MacKay's fixed point: λ_g ← γ_g / ‖v̄_g − m_g‖²,  σ² ← SSE / (N·C − γ), per output SSE_c / (N − γ_c)   (Eq. 7)
 
 A stationary point of the evidence. At the tangent center v̄ = v* is solved for again at each step, loosely while the
-hyperparameters still move. At the trained weights ‖v̄‖ does not move with λ, and the map λ ↦ γ(λ)/‖v̄‖² can circle; so
-where a step turns back, the next goes half as far in log λ.
+hyperparameters still move, and steps in log λ are lengthened or shortened by the secant of the last two. At the trained
+weights ‖v̄‖ does not move with λ, and the map λ ↦ γ(λ)/‖v̄‖² can circle; so where a step turns back, the next goes half
+as far.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +19,14 @@ from lapwing.center import Center
 from lapwing.curvature import State
 from lapwing.errors import NotConverged
 from lapwing.evidence import effective_dimension, log_evidence, noise_dimension, scatter
-from lapwing.tune.bounds import Tuning, at_values, box, warn_bound
+from lapwing.tune.bounds import Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
 
 TOLERANCE = 1e-3
 STEPS = 500
+ROUNDS, BETWEEN = 50, 40  # solves for v*, and steps that predict it in between
+REACH = 3.0  # in log λ, of a prediction
+SLOWEST, FASTEST = 0.25, 4.0  # paces of a step, in units of the fixed point's own
 
 
 def mackay(
@@ -35,37 +41,84 @@ def mackay(
     weights, or at the v* of a tracker."""
     bounds = box(state, prior, likelihood, fixed)
     bounds = bounds if tracker is None else tracker.started(bounds, prior)
-    values, step = dict(bounds.start), {k: torch.zeros_like(v) for k, v in bounds.start.items()}
-    damping = {k: torch.ones_like(v) for k, v in bounds.start.items()}
-    trace: list[float] = []
-    settled, center, gap = False, None, 1.0
-    for _ in range(STEPS):
-        now = at_values(prior, likelihood, values)
-        if tracker is not None:
-            center = tracker.center(*now, tolerance=max(0.1 * tolerance, min(0.1, 0.1 * gap)))
-        square = scatter(state, prior, center)
-        gamma = effective_dimension(state, *now)
-        with torch.no_grad():
-            trace.append(float(log_evidence(state, *now, center)))
-        wanted = {
-            k: v.clamp(bounds.low[k], bounds.high[k])
-            for k, v in _targets(state, gamma, square, values, *now, center).items()
-        }
-        _check_finite(wanted)
-        gap = _gap(gamma, square, values, wanted)
-        settled = gap <= tolerance
-        if settled:
-            break
-        for key, target in wanted.items():
-            move = target - values[key]
-            damping[key] = torch.where(move * step[key] < 0, damping[key] * 0.5, (damping[key] * 1.2).clamp(max=1.0))
-            step[key] = damping[key] * move
-            values[key] = values[key] + step[key]
+    loop = _Loop(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
+    if tracker is None:
+        values, trace, settled = loop.run(bounds, lambda *_: None, tolerance, STEPS)
+    elif tracker.held:
+        values, trace, settled = loop.run(bounds, tracker.center, tolerance, STEPS)
+    else:
+        values, trace, settled = _rounds(loop, bounds, tracker, tolerance)
     at_bound = bounds.at_bound(values)
     warn_bound(at_bound)
     found = at_values(prior, likelihood, values)
     report = Tuning("mackay", "map", tuple(trace), len(trace), settled, at_bound, tuple(fixed))
     return *found, report if tracker is None else tracker.report(report, *found)
+
+
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    state: State
+    prior: Any
+    likelihood: Any
+    most: float  # the fastest pace
+
+    def run(
+        self, bounds: Box, center_of: Callable[[Any, Any, float], Center | None], tolerance: float, steps: int
+    ) -> tuple[dict[str, Tensor], list[float], bool]:
+        """Log hyperparameters from the start of the bounds to their fixed point, the log evidence on the way, and
+        whether it was reached. center_of gives v̄ for a prior and likelihood, as precisely as told."""
+        values, stride, gap = dict(bounds.start), Stride(self.most), 1.0
+        trace: list[float] = []
+        for _ in range(steps):
+            wanted, gap, value = self.look(bounds, values, center_of(*self.at(values), precision(gap, tolerance)))
+            trace.append(value)
+            if gap <= tolerance:
+                break
+            values = stride.towards(wanted, values, bounds)
+        return values, trace, gap <= tolerance
+
+    def at(self, values: dict[str, Tensor]) -> tuple[Any, Any]:
+        return at_values(self.prior, self.likelihood, values)
+
+    def look(
+        self, bounds: Box, values: dict[str, Tensor], center: Center | None
+    ) -> tuple[dict[str, Tensor], float, float]:
+        """Where the fixed point wants the hyperparameters, how far that is, and the log evidence here."""
+        now, square = self.at(values), scatter(self.state, self.prior, center)
+        gamma = effective_dimension(self.state, *now)
+        with torch.no_grad():
+            value = float(log_evidence(self.state, *now, center))
+        wanted = _targets(self.state, gamma, square, values, *now, center)
+        wanted = {k: v.clamp(bounds.low[k], bounds.high[k]) for k, v in wanted.items()}
+        _check_finite(wanted)
+        return wanted, _gap(gamma, square, values, wanted), value
+
+
+def precision(gap: float, tolerance: float) -> float:
+    """How precise v* has to be: a residual r is an error of 2 r in λ‖v*‖², relative."""
+    return max(0.25 * tolerance, min(0.25, 0.25 * gap))
+
+
+def _rounds(
+    loop: _Loop, bounds: Box, tracker: Tracker, tolerance: float
+) -> tuple[dict[str, Tensor], list[float], bool]:
+    """Where v* takes passes over the data: in between, the fixed point of what the structure predicts of v*, which
+    takes none. Their fixed points are the same, as the prediction is exact where it is made."""
+    values, gap = dict(bounds.start), 1.0
+    trace: list[float] = []
+    for _ in range(ROUNDS):
+        center = tracker.center(*loop.at(values), precision(gap, tolerance))
+        _, gap, value = loop.look(bounds, values, center)
+        trace.append(value)
+        if gap <= tolerance:
+            break
+        near = Box(
+            {k: torch.maximum(low, values[k] - REACH) for k, low in bounds.low.items()},
+            {k: torch.minimum(high, values[k] + REACH) for k, high in bounds.high.items()},
+            values,
+        )
+        values, _, _ = loop.run(near, tracker.predicted, precision(gap, tolerance), BETWEEN)
+    return values, trace, gap <= tolerance
 
 
 def _targets(
@@ -89,6 +142,35 @@ def _targets(
         free = (count - noise_dimension(state, prior, likelihood)).clamp(min=1e-3)
         out["noise"] = 0.5 * (sse.clamp(min=tiny) / free).log()
     return out
+
+
+@dataclass
+class Stride:
+    """How far to go towards a target, for each hyperparameter: a pace of 1 is all the way.
+
+    At the trained weights (most = 1): half as far where a move turns back. At v*, which answers to λ, moves can shrink
+    slowly; so by the secant of the last two moves, −step·move/(move − last)."""
+
+    most: float
+    pace: dict[str, Tensor] = field(default_factory=dict)
+    move: dict[str, Tensor] = field(default_factory=dict)
+    step: dict[str, Tensor] = field(default_factory=dict)
+
+    def towards(self, target: dict[str, Tensor], values: dict[str, Tensor], bounds: Box) -> dict[str, Tensor]:
+        out = {}
+        for key, now in values.items():
+            move = target[key] - now
+            self.pace[key] = self._pace(key, move) if key in self.move else torch.ones_like(now)
+            out[key] = (now + self.pace[key] * move).clamp(bounds.low[key], bounds.high[key])
+            self.move[key], self.step[key] = move, out[key] - now
+        return out
+
+    def _pace(self, key: str, move: Tensor) -> Tensor:
+        pace, step = self.pace[key], self.step[key]
+        if self.most == 1.0:
+            return torch.where(move * step < 0, pace * 0.5, (pace * 1.2).clamp(max=1.0))
+        slope = (move - self.move[key]) / step
+        return torch.where(slope < 0, -1 / slope, 2 * pace).nan_to_num(nan=1.0).clamp(SLOWEST, self.most)
 
 
 def _gap(gamma: Tensor, square: Tensor, values: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

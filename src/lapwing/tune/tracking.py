@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lapwing.center import EXACT, STREAMED, Center, Jacobian, tangent_map
 from lapwing.curvature import State
+from lapwing.operators import linalg
+from lapwing.posterior import curvature
 from lapwing.tune.bounds import Box, Tuning
 
 
@@ -48,6 +50,18 @@ class Tracker:
             self.state, prior, likelihood, self.jacobian, self.last, tolerance=tolerance, strict=strict
         )
         return self.last
+
+    def predicted(self, prior: Any, likelihood: Any, _tolerance: float) -> Center:
+        """What the structure says of v* near the last one, v + (Ĝ + A)⁻¹(Jᵀ score − A(v − m)), without a pass; how well
+        it fits is taken to stay as it is."""
+        last, a = self.last, prior.operator()
+        assert last is not None
+        assert last.pulled is not None
+        assert last.weights is not None
+        ratio = (likelihood.curvature_weights("exact").to(last.weights) / last.weights).mean()
+        gradient = ratio * last.pulled - a.dense() * (last.vector - prior.mean_vector())
+        away = linalg.solve(linalg.shift(curvature(self.state, likelihood), a), gradient)
+        return replace(last, vector=last.vector + away)
 
     def found(self) -> Center:
         assert self.last is not None
