@@ -163,9 +163,9 @@ def test_probes_in_groups_are_the_same_probes() -> None:
 
 def test_standard_errors_fall_with_the_root_of_the_probes() -> None:
     la = lw.laplace(network(9), batch(9, "gaussian", n=30), "gaussian", structure="diag", prior=0.5)
-    few, many = la.certify(32), la.certify(512)
+    few, many = la.certify(32), la.certify(128)
     for a, b in ((few.log_det, many.log_det), (few.variance, many.variance)):
-        assert 2 < a.standard_error / b.standard_error < 8  # 4
+        assert 1.3 < a.standard_error / b.standard_error < 3.1  # 2
 
 
 def test_the_network_and_its_generators_are_left_as_they_were() -> None:
