@@ -212,8 +212,11 @@ class Prediction:
         size = max(1, CHUNK // (DRAWS * c))
         for start in range(0, len(mean), size):
             index = slice(start, start + size)
-            gaussian = Prediction(self.likelihood, mean[index], cov[index])
-            parts.append(_moments(self.likelihood, gaussian._quasi() if outputs is None else outputs[:, index]))
+            if outputs is None:
+                draws = Prediction(self.likelihood, mean[index], cov[index])._quasi()
+            else:  # no Gaussian is made of them: its check alone would hold outputs x outputs
+                draws = outputs[:, index]
+            parts.append(_moments(self.likelihood, draws))
         joined = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         return {k: v.reshape(*self.f_mean.shape[:-1], *v.shape[1:]) for k, v in joined.items()}
 
