@@ -8,9 +8,9 @@
     gpt:*        a small GPT with 50,257 tokens, all weights or its head
 
 Each job is a process of its own, so that its peak memory is its own; `:train` makes the weights that the jobs after it
-read. A *gradient epoch* is one forward and backward pass over the data of the fit, timed in the same process. CPU seconds stand beside the wall's: they say how much was computed where other work
-shares the machine. Jobs that are run again replace their entries in `results/real_networks.json`, and the tables of
-`docs/real_networks.md` are written anew.
+read. A *gradient epoch* is one forward and backward pass over the data of the fit, timed in the same process. CPU
+seconds stand beside the wall's: they say how much was computed where other work shares the machine. Jobs that are run
+again replace their entries in `results/real_networks.json`, and the tables of `docs/real_networks.md` are written anew.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def resnet(structure: str) -> dict[str, Any]:
     net.load_state_dict(torch.load(data("resnet_cifar10/resnet20.pt"), weights_only=True))
     stored = np.load(data("cifar10/cifar10_test.npz"))
     mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
-    x = ((torch.from_numpy(stored["x"][:2500]) / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()
-    y = torch.from_numpy(stored["y"][:2500]).long().reshape(-1)
+    x = ((torch.from_numpy(stored["x"][:2256]) / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()
+    y = torch.from_numpy(stored["y"][:2256]).long().reshape(-1)
     loader = DataLoader(TensorDataset(x[:2000], y[:2000]), 128)
     held_out = list(zip(x[2000:].split(128), y[2000:].split(128), strict=True))
     return measured(net, loader, held_out, structure=structure)
@@ -305,7 +305,7 @@ def word_ids() -> dict[str, int]:
 
 def gpt_train() -> dict[str, Any]:
     torch.manual_seed(SEED)
-    windows = TensorDataset(*(t[:2048] for t in text("train", word_ids()).tensors))
+    windows = TensorDataset(*(t[:512] for t in text("train", word_ids()).tensors))
     return train("gpt", GPT(), DataLoader(windows, 16, shuffle=True), epochs=1, rate=2e-3)
 
 
@@ -313,8 +313,8 @@ def gpt_laplace(subset: str) -> dict[str, Any]:
     net, ids = GPT(), word_ids()
     load(net, "gpt")
     windows = text("train", ids)
-    loader = DataLoader(TensorDataset(*(t[:128] for t in windows.tensors)), 8)
-    held_out = list(zip(*(t[:8].split(2) for t in text("dev", ids).tensors), strict=True))  # draws fill memory
+    loader = DataLoader(TensorDataset(*(t[:64] for t in windows.tensors)), 8)
+    held_out = list(zip(*(t[:4].split(2) for t in text("dev", ids).tensors), strict=True))  # draws fill memory
     return measured(net, loader, held_out, structure="kron", subset=subset)
 
 
