@@ -133,7 +133,7 @@ def structured(name: str, repeat: int, skip_peer: bool) -> tuple[dict[str, Any],
 
 def _tune(la: lw.Laplace) -> None:
     la.state.cache.clear()
-    float(la.tuned().log_evidence())
+    float(la.tuned(center="map").log_evidence())
 
 
 def _predict(la: lw.Laplace, inputs: Tensor) -> None:
