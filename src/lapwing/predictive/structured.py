@@ -101,12 +101,19 @@ def _in_basis(op: Any, part: Part, view: Any, g: Tensor) -> tuple[Any, Tensor, T
 
 def _layer(op: Any, part: Part, view: Any, g: Tensor, budget: int) -> Tensor:
     """One layer's term, (n, c, c), in pieces of examples."""
+    view, g = _wide(view, g)
     if isinstance(op, (Diagonal, Kronecker, EigenKronecker)):
         view, g, inverse = _in_basis(op, part, view, g)
         shared = view.positions > 1
         return torch.cat([v.covariance(p, inverse) for v, p in _pieces(view, g, part.size if shared else 1, budget)])
     rows = (v.outer(p).flatten(2).transpose(0, 1).to(torch.float64) for v, p in _pieces(view, g, part.size, budget))
     return torch.cat([linalg.covariance(op, r) for r in rows])
+
+
+def _wide(view: Any, g: Tensor) -> tuple[Any, Tensor]:
+    """In float32 or better: sums over a half-precision layer are not made in its precision."""
+    dtype = torch.promote_types(g.dtype, torch.float32)
+    return view.to(dtype), g.to(dtype)
 
 
 def _pieces(view: Any, g: Tensor, size: int, budget: int) -> Iterator[tuple[Any, Tensor]]:
@@ -128,7 +135,7 @@ def _joint_terms(
     for part, op in zip(parts, precision.parts, strict=True):
         if part.name not in gradients:
             continue
-        view, g = views[part.name], gradients[part.name]
+        view, g = _wide(views[part.name], gradients[part.name])
         if not isinstance(op, (Diagonal, Kronecker, EigenKronecker)):
             yield linalg.covariance(
                 op, view.outer(g).flatten(2).transpose(0, 1).reshape(1, n * c, -1).to(torch.float64)

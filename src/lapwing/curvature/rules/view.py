@@ -34,6 +34,9 @@ class DenseInputs:
     def chunk(self, index: slice) -> DenseInputs:
         return DenseInputs(self.a[index])
 
+    def to(self, dtype: torch.dtype) -> DenseInputs:
+        return DenseInputs(self.a.to(dtype))
+
     def absolute(self) -> DenseInputs:
         return DenseInputs(self.a.abs())
 
@@ -100,6 +103,9 @@ class OneHotInputs:
 
     def chunk(self, index: slice) -> OneHotInputs:
         return OneHotInputs(self.ids[index], self.size, self.padding)
+
+    def to(self, dtype: torch.dtype) -> OneHotInputs:
+        return self
 
     def absolute(self) -> OneHotInputs:
         return self
