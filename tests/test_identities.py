@@ -273,7 +273,9 @@ def test_primal_and_dual_tune_to_the_same_hyperparameters(prior: str, kind: str,
     likelihood, y = likelihood_and_targets(kind, (9, 2))
     given = prior_of(prior, model)[0]
     primal, dual = (
-        lw.laplace(model, (x, y), likelihood, structure=lw.curvature.Full(form), prior=given).tuned(method, center="map")
+        lw.laplace(model, (x, y), likelihood, structure=lw.curvature.Full(form), prior=given).tuned(
+            method, center="map"
+        )
         for form in FORMS
     )
     close(primal.log_evidence(), dual.log_evidence(), 1e-7)
