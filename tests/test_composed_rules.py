@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
 import lapwing as lw
+from lapwing.curvature.rules import base
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.operators import linalg
 
@@ -1264,3 +1265,32 @@ def test_adapters_of_peft_are_fitted_where_they_require_grad(options: dict[str, 
     assert all(la["kron"].coverage[n] == "frozen" for n, _ in net.named_parameters() if n not in own)
     M = linalg.to_dense(la["kron"].posterior.precision)
     close(la["kron"].predict(x).covariance, J @ torch.linalg.inv(M) @ J.mT)
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x @ self.weight.T
+
+
+def test_a_rule_that_runs_a_module_as_it_does_not_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are those of its own steps: only the outputs tell."""
+
+    class Wrong(base.ComposedRule):
+        def sites(self, module: Any) -> tuple[base.Site, ...]:
+            return (base.Site("map", "weight", None, (1, 4, 3)),)
+
+        def forward(self, module: Any, keep: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            z = (x @ module.weight.T).reshape(len(x), 1, 1, 4)
+            keep("map", x.reshape(len(x), 1, 1, 3), z)
+            return z.reshape(len(x), 4)
+
+    monkeypatch.setitem(base._RULES, Doubling, Wrong())
+    case = Case("wrong", Doubling, (normal(N, 3),))
+    net, J = problem(case)
+    la = fit(net, case.inputs, "diag")
+    close(curvature(la), torch.einsum("ncp,ncp->p", J, J).diag())
+    assert la.coverage == {"layer.weight": "exact diagonal, generic: its module could not be run in steps"}
