@@ -277,20 +277,20 @@ def tangent_map(
     precision = linalg.shift(curvature(state, _detached(likelihood)), _detached(a))
     objective = Objective(jacobian, _detached(likelihood), precision, a.dense().detach(), prior.mean_vector())
     tolerance = tolerance or (EXACT if jacobian.rows is not None else STREAMED)
-    theta, before = state.tangent.theta.to(torch.float64), jacobian.passes
+    theta, made = state.tangent.theta.to(torch.float64), jacobian.passes
     v = theta if start is None else start.vector
     z = _outputs(jacobian, start, v, theta)
     pulled = _pulled(objective, start, z)
-    residual, last, step = float("inf"), float("inf"), 0
+    residual, value, gain, step = float("inf"), objective.value(v, z), float("inf"), 0
     for step in range(NEWTON + 1):
         g = objective.gradient(v, pulled)
         decrement = float((g * linalg.solve(precision, g)).sum().clamp(min=0).sqrt())
         size = objective.size(v)
-        last, residual = residual, decrement / size
+        residual = decrement / size
         if not residual < float("inf"):
             raise NotConverged(f"the gradient of the tangent model became {residual}; check targets, weights and noise")
         goal = max(tolerance, objective.rounding(v, z))
-        if residual <= goal or step == NEWTON or (step > 3 and residual >= last):
+        if residual <= goal or step == NEWTON or gain <= 0:
             break
         forcing = 0.3 * goal / residual
         if not isinstance(likelihood, Gaussian):  # a quadratic model of the objective is no better than this
@@ -298,6 +298,8 @@ def tangent_map(
         d, jd = _direction(objective, z, g, min(0.3, forcing))
         t = _step_length(objective, v, z, d, jd)
         v, z = v + t * d, z + t * jd
+        before, value = value, objective.value(v, z)
+        gain = value - before if residual > 1e-6 else float("inf")  # nearer by, it is lost in the value's rounding
         pulled = jacobian.pull(objective.score(z))
     if strict and residual > goal:
         raise NotConverged(
@@ -306,7 +308,7 @@ def tangent_map(
             "larger prior precision or noise, a network in float64, or center='map'"
         )
     statistics = likelihood.statistics(z, jacobian.y)
-    return Center(v, statistics, step, residual, jacobian.passes - before, z, pulled, objective.weights)
+    return Center(v, statistics, step, residual, jacobian.passes - made, z, pulled, objective.weights)
 
 
 def _detached(thing: Any) -> Any:
