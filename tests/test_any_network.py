@@ -390,6 +390,60 @@ def test_a_head_at_many_positions_is_exact(structure: str, positions: int) -> No
     close(prediction.covariance, torch.einsum("nti,cidj,ntj->ntcd", a, S, a))
 
 
+class Headed(nn.Module):
+    """A body, a head, and what is made of the head's outputs."""
+
+    def __init__(self, body: nn.Module, head: nn.Module, out: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.head, self.out = body, head, out
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return self.out(self.head(h, h.sin()) if isinstance(self.head, nn.Bilinear) else self.head(h))
+
+
+def last(f: Tensor) -> Tensor:
+    return f.movedim(1, -1)
+
+
+PIXELS, TOKENS = normal(3, 2, 3, 2), normal(3, 4, 3)
+HEADS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], Tensor]] = {
+    "convolution": (lambda: nn.Conv2d(4, 3, 3, padding=1), last, PIXELS),
+    "groups": (lambda: nn.Conv2d(4, 6, 2, groups=2), last, PIXELS),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 2, groups=4), last, PIXELS),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 3, 2), last, PIXELS),
+    "transposed groups": (lambda: nn.ConvTranspose2d(4, 6, 2, groups=2), last, PIXELS),
+    "batch norm": (lambda: nn.BatchNorm2d(4), last, PIXELS),
+    "layer norm": (lambda: nn.LayerNorm(4), lambda f: f, TOKENS),
+    "bilinear": (lambda: nn.Bilinear(4, 4, 3), lambda f: f, TOKENS),
+    "positions for outputs": (lambda: nn.Linear(4, 3), lambda f: f.mT, TOKENS),
+    "reversed": (lambda: nn.Linear(4, 3), lambda f: f.flip(1), TOKENS),
+    "every other position": (lambda: nn.Linear(4, 3), lambda f: f[:, ::2], TOKENS),
+    "flattened": (lambda: nn.Linear(4, 3), lambda f: f.flatten(1), TOKENS),
+    "a grid of anchors": (lambda: nn.Linear(4, 6), lambda f: f.unflatten(-1, (2, 3)), TOKENS),
+}
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "block", "diag"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_all_kinds_at_many_positions(name: str, structure: str) -> None:
+    head, out, x = HEADS[name]
+    torch.manual_seed(0)
+    net = moved(Headed(nn.Conv2d(2, 4, 1) if x is PIXELS else nn.Linear(3, 4), head(), out)).eval()
+    J = rows(net, net(x))
+    sizes = [p.numel() for p in net.parameters()]
+    y = torch.zeros(J.shape[:-1], dtype=torch.float64)
+    for subset, J_s in (("all", J), ("last_layer", J[..., sum(sizes[:2]) :])):
+        la = lw.laplace(net, (x, y), "gaussian", structure=structure, subset=subset, prior=PRIOR, factor="exact")
+        G, M = torch.einsum("...cp,...cq->pq", J_s, J_s), precision(la)
+        eye = PRIOR * torch.eye(len(G), dtype=torch.float64)
+        if structure == "full":
+            close(M, G + eye, 1e-7)
+        elif structure != "kron":
+            close(M.diagonal(), G.diagonal() + PRIOR)
+        close(la.predict(x).covariance, J_s @ torch.linalg.inv(M) @ J_s.mT)
+
+
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 def test_a_head_at_more_positions_takes_no_more_passes(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass runs backwards for a position, and no tensor grows faster than they do."""

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import lapwing as lw
 from lapwing.curvature.rules import base
@@ -1294,3 +1295,43 @@ def test_a_rule_that_runs_a_module_as_it_does_not_run_itself(monkeypatch: pytest
     la = fit(net, case.inputs, "diag")
     close(curvature(la), torch.einsum("ncp,ncp->p", J, J).diag())
     assert la.coverage == {"layer.weight": "exact diagonal, generic: its module could not be run in steps"}
+
+
+# -- options that change how torch goes backwards ------------------------------------------------------------------
+
+
+def checkpointed(m: Any, x: Tensor) -> Tensor:
+    def run(x: Tensor) -> Tensor:
+        return m(x)[0] if isinstance(m, nn.GRU) else self_attention(m, x)
+
+    return checkpoint(run, x, use_reentrant=False)
+
+
+ONCE_MORE = {"*": "its module could not be run in steps"}
+CHECKPOINTED = [
+    Case("checkpointed attention", attention(), (SEQUENCE,), checkpointed, ONCE_MORE, slow=True),
+    Case("checkpointed GRU", recurrent(nn.GRU), (STEPS,), checkpointed, ONCE_MORE, slow=True),
+]
+
+
+@pytest.mark.parametrize("case", CHECKPOINTED, ids=lambda case: case.name)
+def test_checkpoints_run_a_module_again(case: Case) -> None:
+    net, J = problem(case)
+    la = fit(net, case.inputs, "diag", case.slow)
+    close(curvature(la), torch.einsum("ncp,ncp->p", J, J).diag())
+    assert all(case.generic["*"] in text for text in la.coverage.values())
+
+
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_options_of_gradients_do_not_change_the_derivative(kind: Any, option: str) -> None:
+    """A gradient that is sparse, or divided by how often a token is in the batch, is for training alone."""
+    one, two = (Case("", lambda o=o: kind(6, 3, **o), (IDS,)) for o in ({}, {option: True}))
+    (net, J), other = problem(one), around(two)
+    G = torch.einsum("ncp,ncq->pq", J, J)
+    for structure in ("block", "diag", "full"):
+        la = fit(other, two.inputs, structure)
+        want = G if structure != "diag" else G.diagonal().diag()
+        close(linalg.to_dense(la.posterior.precision), want + PRIOR * torch.eye(len(G), dtype=torch.float64))
+        close(la.predict(two.inputs).covariance, fit(net, one.inputs, structure).predict(one.inputs).covariance)
+    assert getattr(other.layer, option) is True

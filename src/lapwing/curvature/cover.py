@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from lapwing import tree
 from lapwing.curvature.capture import Capture, Record
@@ -135,7 +136,7 @@ def _called_once(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list
 def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
     """The parts whose rule gives autograd's gradient for every example of the probe, and why the others do not."""
     record = Capture(tangent, tuple(parts), clone_all=True).run(x)
-    if any(part.site for part in parts) and not _same(tangent, record.f, tangent(x)):  # not as modules run themselves
+    if any(part.site for part in parts) and not _run_in_steps(tangent, record, x):
         whole = [part for part in parts if not part.site]
         proved, why = _prove(tangent, whole, x)
         text = "its module could not be run in steps"
@@ -167,12 +168,19 @@ def _one_row_each(record: Record, part: Part) -> bool:
     return part.name in record.inputs and len(record.inputs[part.name]) == len(record.f)
 
 
-def _same(tangent: TangentModel, f: Tensor, want: Tensor) -> bool:
-    """Up to the rounding of the coarsest dtype in the network: outputs may be of a finer one."""
+def _run_in_steps(tangent: TangentModel, record: Record, x: Any) -> bool:
+    """Whether modules that were run in steps gave what they give by themselves, up to the rounding of the network's
+    coarsest dtype, and can be gone back through (a checkpoint runs them once more, and not in steps)."""
+    f, want = record.f.detach(), tangent(x)
     tensors = (f, *tangent.params.values(), *tangent.constants.values())
     eps = max(torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point())
-    gap = (f.detach() - want).abs().max()
-    return bool(gap <= min(0.1, 1e4 * eps) * want.abs().max().clamp(min=1e-30))
+    if not bool((f - want).abs().max() <= min(0.1, 1e4 * eps) * want.abs().max().clamp(min=1e-30)):
+        return False
+    try:
+        record.pull(torch.zeros_like(f).unsqueeze(1))
+    except CheckpointError:
+        return False
+    return True
 
 
 def _proved_nearby(tangent: TangentModel, parts: list[Part], x: Any) -> list[Part]:
@@ -268,9 +276,9 @@ def _gradient(tangent: TangentModel, x: Any) -> dict[str, Tensor | None]:
     leaves = {n: p.detach().requires_grad_() for n, p in tangent.params.items()}
     with torch.enable_grad(), evaluating(tangent.model), plain_kernels():
         f = tangent.apply(leaves, x)
-    if not f.requires_grad:
-        return dict.fromkeys(leaves)
-    grads = torch.autograd.grad(f, list(leaves.values()), torch.ones_like(f), allow_unused=True)
+        if not f.requires_grad:
+            return dict.fromkeys(leaves)
+        grads = torch.autograd.grad(f, list(leaves.values()), torch.ones_like(f), allow_unused=True)
     return dict(zip(leaves, grads, strict=True))
 
 

@@ -93,6 +93,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     hooked = [(m, m._backward_hooks, m._backward_pre_hooks) for m in model.modules()]
     hooked = [(m, hooks, pre) for m, hooks, pre in hooked if hooks or pre]
     flat = [(m, m._flat_weights, m._flat_weight_refs) for m in model.modules() if isinstance(m, nn.RNNBase)]
+    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    gradients = [(m, m.sparse, m.scale_grad_by_freq) for m in tables]
+    for table in tables:  # a dense gradient, and the derivative itself: scaled by counts it is no derivative
+        table.sparse = table.scale_grad_by_freq = False
     for module in training:
         module.training = False
     for module, _, _ in hooked:
@@ -105,6 +109,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
         for module, hooks, pre in hooked:
             module._backward_hooks, module._backward_pre_hooks = hooks, pre
+        for module, sparse, scaled in gradients:
+            module.sparse, module.scale_grad_by_freq = sparse, scaled
         for module, weights, refs in flat:  # recurrent layers remember the weights of their last pass
             module._flat_weights, module._flat_weight_refs = weights, refs
 
