@@ -28,7 +28,7 @@ def evidence(
     """The prior and likelihood that the evidence picks, at the trained weights or at the v* of a tracker, and how it
     went."""
     bounds = box(state, prior, likelihood, fixed)
-    bounds = bounds if tracker is None else tracker.started(bounds, prior)
+    bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)
     u = {key: _to_free(value, bounds, key).requires_grad_() for key, value in bounds.start.items()}
     trace: list[float] = []
 

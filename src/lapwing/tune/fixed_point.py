@@ -40,7 +40,7 @@ def mackay(
     """Iterate to |γ_g − λ_g ‖v̄_g‖²| ≤ tolerance · max(1, γ_g), and σ to the same relative change; at the trained
     weights, or at the v* of a tracker."""
     bounds = box(state, prior, likelihood, fixed)
-    bounds = bounds if tracker is None else tracker.started(bounds, prior)
+    bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)
     loop = _Loop(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
     if tracker is None:
         values, trace, settled = loop.run(bounds, lambda *_: None, tolerance, STEPS)
@@ -70,12 +70,14 @@ class _Loop:
         values, stride, gap = dict(bounds.start), Stride(self.most), 1.0
         trace: list[float] = []
         for _ in range(steps):
-            wanted, gap, value = self.look(bounds, values, center_of(*self.at(values), precision(gap, tolerance)))
+            center = center_of(*self.at(values), precision(gap, tolerance))
+            wanted, gap, value = self.look(bounds, values, center)
             trace.append(value)
-            if gap <= tolerance:
-                break
-            values = stride.towards(wanted, values, bounds)
-        return values, trace, gap <= tolerance
+            if gap <= tolerance and _precise(center, tolerance):
+                return values, trace, True
+            if gap > tolerance:  # else once more here, with a better v*
+                values = stride.towards(wanted, values, bounds)
+        return values, trace, False
 
     def at(self, values: dict[str, Tensor]) -> tuple[Any, Any]:
         return at_values(self.prior, self.likelihood, values)
@@ -99,26 +101,33 @@ def precision(gap: float, tolerance: float) -> float:
     return max(0.25 * tolerance, min(0.25, 0.25 * gap))
 
 
+def _precise(center: Center | None, tolerance: float) -> bool:
+    return center is None or center.residual <= precision(0.0, tolerance)
+
+
 def _rounds(
     loop: _Loop, bounds: Box, tracker: Tracker, tolerance: float
 ) -> tuple[dict[str, Tensor], list[float], bool]:
     """Where v* takes passes over the data: in between, the fixed point of what the structure predicts of v*, which
     takes none. Their fixed points are the same, as the prediction is exact where it is made."""
-    values, gap = dict(bounds.start), 1.0
+    values, stride, gap = dict(bounds.start), Stride(1.0), 1.0
     trace: list[float] = []
     for _ in range(ROUNDS):
         center = tracker.center(*loop.at(values), precision(gap, tolerance))
         _, gap, value = loop.look(bounds, values, center)
         trace.append(value)
-        if gap <= tolerance:
-            break
+        if gap <= tolerance and _precise(center, tolerance):
+            return values, trace, True
+        if gap <= tolerance:  # once more here, with a better v*
+            continue
         near = Box(
             {k: torch.maximum(low, values[k] - REACH) for k, low in bounds.low.items()},
             {k: torch.minimum(high, values[k] + REACH) for k, high in bounds.high.items()},
             values,
         )
-        values, _, _ = loop.run(near, tracker.predicted, precision(gap, tolerance), BETWEEN)
-    return values, trace, gap <= tolerance
+        target, _, _ = loop.run(near, tracker.predicted, precision(gap, tolerance), BETWEEN)
+        values = stride.towards(target, values, bounds)
+    return values, trace, False
 
 
 def _targets(
@@ -148,8 +157,8 @@ def _targets(
 class Stride:
     """How far to go towards a target, for each hyperparameter: a pace of 1 is all the way.
 
-    At the trained weights (most = 1): half as far where a move turns back. At v*, which answers to λ, moves can shrink
-    slowly; so by the secant of the last two moves, −step·move/(move − last)."""
+    With most = 1: half as far where a move turns back. At v*, which answers to λ, moves can shrink slowly; so by the
+    secant of the last two moves, −step·move/(move − last)."""
 
     most: float
     pace: dict[str, Tensor] = field(default_factory=dict)

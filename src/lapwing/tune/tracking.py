@@ -1,8 +1,8 @@
 """v* followed through changing hyperparameters: the tangent center of a tuning.
 
-Each v* starts from the last, over one reading of the data. A group starts at λ_g = tr(K_g)/(N·C), K_g = J_g J_gᵀ/λ_g at
-λ_g = 1, which gives the outputs prior variance 1 from each group: a start that, and so an optimum that, does not depend
-on how a layer is scaled.
+Each v* starts from the last, over one reading of the data. A group starts at λ_g = tr(K_g)/(N·C s²), K_g = J_g J_gᵀ/λ_g
+at λ_g = 1: each group gives the outputs a prior variance of s², that of the targets of a Gaussian likelihood, else 1.
+So neither the start nor the optimum found from it depends on how a layer, or the targets, are scaled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lapwing.center import EXACT, STREAMED, Center, Jacobian, tangent_map
 from lapwing.curvature import State
+from lapwing.likelihoods import Gaussian
 from lapwing.operators import linalg
 from lapwing.posterior import curvature
 from lapwing.tune.bounds import Box, Tuning
@@ -45,7 +46,8 @@ class Tracker:
         return self.jacobian.passes - self.first
 
     def center(self, prior: Any, likelihood: Any, tolerance: float | None = None, strict: bool = False) -> Center:
-        tolerance = max(self.tolerance, tolerance or 0.0)
+        """v* as precisely as asked; where J is in memory, precision is cheap, and asked for in any case."""
+        tolerance = self.tolerance if self.held else max(self.tolerance, tolerance or 0.0)
         self.last = tangent_map(
             self.state, prior, likelihood, self.jacobian, self.last, tolerance=tolerance, strict=strict
         )
@@ -72,14 +74,17 @@ class Tracker:
         center = self.center(prior, likelihood, strict=True)
         return replace(tuning, center="tangent", passes=self.passes, residual=center.residual)
 
-    def started(self, bounds: Box, prior: Any) -> Box:
-        """The bounds with the precisions' start at tr(K_g)/(N·C)."""
+    def started(self, bounds: Box, prior: Any, likelihood: Any) -> Box:
+        """The bounds with the precisions' start at tr(K_g)/(N·C s²)."""
         if "precision" not in bounds.start:
             return bounds
         groups = prior.groups()
         unit = prior.operator().dense().detach() / groups.dense().detach()  # A at λ = 1
         squares = self.jacobian.column_squares() / unit
-        trace = _sum_by(groups, squares) / self.jacobian.f.numel()
+        spread = 1.0
+        if isinstance(likelihood, Gaussian):
+            spread = float(likelihood.target_scale(self.state.statistics).square().mean())
+        trace = _sum_by(groups, squares) / (self.jacobian.f.numel() * spread)
         low, high = bounds.low["precision"], bounds.high["precision"]
         start = trace.clamp(min=torch.finfo(torch.float64).tiny).log().clamp(low + 1, high - 1)
         return replace(bounds, start={**bounds.start, "precision": start})
