@@ -98,10 +98,15 @@ class Jacobian:
         if self.rows is not None:
             jv = self.push(v)
             return jv, self.pull(middle(jv, slice(None)))
-        pushed, pulled = [], torch.zeros_like(v)
+        pushed: list[Tensor] = []
+        pulled = torch.zeros_like(v)
         for x, index, shape in self._each():
-            pushed.append(self._push(x, v))
-            pulled += self._pull(x, middle(pushed[-1], index), shape)
+
+            def cotangent(jv: Tensor, index: slice = index, shape: torch.Size = shape) -> Tensor:
+                pushed.append(jv.reshape(-1, shape[-1]).to(torch.float64))
+                return middle(pushed[-1], index).reshape(shape)
+
+            pulled += self.tangent.through(x, v, cotangent)[1].to(torch.float64)
         return torch.cat(pushed), pulled
 
     def column_squares(self, probes: int = 4) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -311,6 +312,35 @@ class TangentModel:
                 filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
                 pulled.append(torch.cat([g.reshape(-1) for g in filled]))
         return torch.stack(pulled)
+
+    @torch.inference_mode(False)
+    def through(self, x: Any, v: Tensor, middle: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """J(x) v (n, ..., c) and Σ_n J(x_n)ᵀ u_n (p,) for u = middle(J v), v (p,), by one run of the network: forward
+        mode beside the graph of the reverse pass; by a run each where a kernel has no forward mode."""
+        if self.route.get("through", "one") == "one":
+            try:
+                return self._through(x, v, middle)
+            except (RuntimeError, NotImplementedError) as error:
+                if not forward_mode_missing(error):
+                    raise
+                self.route["through"] = "two"
+        jv = self.jvps(x, v.unsqueeze(0))[1][0].detach()
+        return jv, self.vjps(x, middle(jv).unsqueeze(0))[0]
+
+    def _through(self, x: Any, v: Tensor, middle: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        along = self.layout.unflatten(v)
+        with evaluating(self.model), plain_kernels(), torch.enable_grad():
+            leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
+            with forward_ad.dual_level():
+                duals = {n: forward_ad.make_dual(leaf, along[n].to(leaf)) for n, leaf in leaves.items()}
+                f, pushed = forward_ad.unpack_dual(self.apply(duals, x))
+                jv = torch.zeros_like(f) if pushed is None else pushed.detach().clone()
+            u = middle(jv).to(f)  # outside the dual level, lest the reverse pass be pushed forward too
+            if not f.requires_grad:
+                return jv, v.new_zeros(self.layout.size)
+            grads = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
+        filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
+        return jv, torch.cat([g.reshape(-1).to(v) for g in filled])
 
     def _forward_jvp(self, x: Any, v: Mapping[str, Tensor], onednn: bool) -> Tensor:
         with evaluating(self.model), plain_kernels(onednn):
