@@ -46,15 +46,16 @@ SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "
 SPLITS, MOST = 5, 1_000  # training examples of a large set; more are left out, drawn with the split as seed
 WIDTH, STEPS, BATCH, RATE = 50, 1_000, 100, 1e-2
 GRID = (0.01, 0.1, 1.0, 10.0, 100.0)
-HELD = 0.2
-SEEDS = {"digits": 5, "fashion": 3}
+HELD, FLOOR = 0.2, 0.5
+SEEDS = {"digits": 3, "fashion": 2}
+PARTS = ("regression", "noise", *SEEDS)
 RESULTS, PAGE = HERE / "results" / "uci_evidence.json", HERE.parent / "docs" / "evidence_on_data.md"
 MAIN = ("naive", "tangent", "layerwise", "g-prior")
 CHOICES = {  # the order of the tables
     "regression": (
         *("plug-in", *MAIN, "grid", "grid, held-out noise"),
         *("tangent, network's noise", "layerwise, tangent's noise", "layerwise, network's noise"),
-        *("g-prior, network's noise", "tangent, tangent mean"),
+        *("layerwise, floored", "g-prior, network's noise", "tangent, tangent mean"),
     ),
     "classes": ("plug-in", *MAIN, "grid"),
 }
@@ -182,6 +183,7 @@ def regression_run(name: str, split: int) -> dict[str, Any]:
     with torch.no_grad():
         plain = float(noise.log_prob(net(test[0]), test[1]).mean()) - math.log(unit)
     out: dict[str, Any] = {"plug-in": {"ll": plain}}
+    tangent = None
     for choice, prior, options in (
         ("naive", 1.0, {"center": "map"}),
         ("tangent", 1.0, {}),
@@ -195,11 +197,15 @@ def regression_run(name: str, split: int) -> dict[str, Any]:
                 again = found.replace(likelihood=network_noise(found, residual))
                 out[f"{choice}, network's noise"] = {"ll": scored(again), **hyper(again)}
         if choice == "tangent" and found is not None:
+            tangent = found
             out["tangent, tangent mean"] = {"ll": scored(found, mean="tangent")}
             turn = la.replace(likelihood=found.likelihood)
             held, out["layerwise, tangent's noise"] = tuned(turn, "layerwise", fixed=("noise",))
             if held is not None:
                 out["layerwise, tangent's noise"]["ll"] = scored(held)
+        if choice == "layerwise" and found is not None and tangent is not None:
+            lifted = floored(found, tangent)
+            out["layerwise, floored"] = {"ll": scored(lifted), **hyper(lifted)}
     part, held_out = split_off(train, split)
     smaller = trained(make, part, nn.functional.mse_loss, split)
     grid = lw.laplace(smaller, part, "gaussian")
@@ -228,6 +234,59 @@ def network_noise(la: lw.Laplace, residual: float) -> lw.likelihoods.Gaussian:
     """σ² = SSE / (N − γ) by the residuals of the network, which the predictions are about, not the tangent model's."""
     n, gamma = la.state.n, float(la.effective_dimension().sum())
     return lw.likelihoods.Gaussian(residual * math.sqrt(n / (n - gamma)))
+
+
+def floored(la: lw.Laplace, tangent: lw.Laplace) -> lw.Laplace:
+    """Layerwise precisions, but none so large that a layer has less than half the effective dimension that the scalar
+    choice leaves it: there λ_g is lowered towards the scalar, by halving in log space. Noise as the scalar choice's."""
+    scalar = tangent.prior.precision.reshape(-1).expand(la.prior.precision.numel())
+    one = la.replace(prior=la.prior.replace(precision=scalar.clone()), likelihood=tangent.likelihood)
+    goal = FLOOR * one.effective_dimension()
+    high = la.prior.precision.reshape(-1).log()
+    now = one.replace(prior=la.prior)
+    lift = now.effective_dimension() < goal
+    low = torch.where(lift, torch.minimum(scalar.log(), high), high)
+    for _ in range(6 if bool(lift.any()) else 0):
+        middle = 0.5 * (low + high)
+        now = one.replace(prior=la.prior.replace(precision=middle.exp()))
+        short = now.effective_dimension() < goal
+        low, high = torch.where(short & lift, low, middle), torch.where(short & lift, middle, high)
+    return one.replace(prior=la.prior.replace(precision=low.exp()))
+
+
+def noise_run(name: str, split: int) -> dict[str, Any]:
+    """The tangent choice under three noises, for predictions about the network's mean: the evidence's own, at h(·, v*);
+    that of the network's residuals; and the evidence's, but no less than the network's residuals are."""
+    train, test, unit = regression_data(name, split)
+    net = trained(lambda: mlp(train[0].shape[1], 1), train, nn.functional.mse_loss, split)
+    la, residual = lw.laplace(net, train, "gaussian"), residuals(net, train)
+    out: dict[str, Any] = {"residual": residual, "test": residuals(net, test)}
+    for choice, prior, options in (("naive", 1.0, {"center": "map"}), ("tangent", 1.0, {}), ("g-prior", "gprior", {})):
+        found, out[choice] = tuned(la, prior, **options)
+        if found is None:
+            continue
+        own = float(found.likelihood.hyperparameters["noise"])
+        for label, noise in (
+            (choice, found.likelihood),
+            (f"{choice}, network's noise", network_noise(found, residual)),
+            (f"{choice}, noise at least the residuals'", lw.likelihoods.Gaussian(max(own, residual))),
+        ):
+            value = found.replace(likelihood=noise).predict(test[0]).log_prob(test[1]).mean()
+            out[label] = {**out.get(label, {}), "ll": float(value) - math.log(unit)}
+    return out
+
+
+def noise_table(sets: dict[str, list[dict[str, Any]]]) -> list[str]:
+    choices = ("naive", "tangent", "tangent, network's noise", "tangent, noise at least the residuals'")
+    choices = (*choices, "g-prior", "g-prior, noise at least the residuals'")
+    every = [r for runs in sets.values() for r in runs]
+    lines = [row(["set", "residual", "tangent's noise", *choices]), "|---" + "|--:" * (len(choices) + 2) + "|"]
+    for name, runs in sets.items():
+        residual = statistics.fmean(r["residual"] for r in runs)
+        noise = statistics.fmean(r["tangent"]["noise"] for r in runs if "noise" in r["tangent"])
+        lines.append(row([name, f"{residual:.4f}", f"{noise:.4f}", *(cell(runs, c, "ll") for c in choices)]))
+    wins = ["" if c == "naive" else f"{against(every, c, 'naive', 'll')[0]}/{len(every)}" for c in choices]
+    return [*lines, row(["better than naive", "", "", *wins])]
 
 
 def about(la: lw.Laplace, fit: float, test: float) -> dict[str, Any]:
@@ -402,6 +461,8 @@ def write(record: dict[str, Any]) -> None:
         sets = record["regression"]
         every = [r for runs in sets.values() for r in runs]
         parts += [*regression_tables(sets), "", *trouble(every), ""]
+    if "noise" in record:
+        parts += [*noise_table(record["noise"]), ""]
     for name in SEEDS:
         if name in record:
             parts += [*class_tables(name, record[name]), "", *trouble(record[name]), ""]
@@ -412,7 +473,7 @@ def write(record: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=("regression", *SEEDS), default=["regression", *SEEDS])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS, help="of the regression sets")
     args = parser.parse_args()
     folder()
@@ -425,15 +486,17 @@ def main() -> None:
     }
     taken = record.setdefault("cpu_seconds", {})
     for part in args.only:
-        if part == "regression":
+        if part in ("regression", "noise"):
+            one = {"regression": regression_run, "noise": noise_run}[part]
             for name in args.sets:
                 start = time.process_time()
-                runs = [regression_run(name, split) for split in range(SPLITS)]
-                found = record.get("regression", {}) | {name: runs}
-                record["regression"] = {s: found[s] for s in SETS if s in found}
-                taken[name] = time.process_time() - start
+                runs = [one(name, split) for split in range(SPLITS)]
+                found = record.get(part, {}) | {name: runs}
+                record[part] = {s: found[s] for s in SETS if s in found}
+                taken[f"{part}: {name}"] = time.process_time() - start
                 write(record)
-                print(name, {c: cell(runs, c, "ll") for c in CHOICES["regression"]}, f"{taken[name]:.0f} s", flush=True)
+                values = {c: cell(runs, c, "ll") for c in runs[0] if "ll" in (runs[0][c] if c in MAIN else {})}
+                print(part, name, values, f"{taken[f'{part}: {name}']:.0f} s", flush=True)
         else:
             start, load = time.process_time(), {"digits": digits, "fashion": fashion}[part]
             record[part] = [class_run(load, seed) for seed in range(SEEDS[part])]
