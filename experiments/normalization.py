@@ -189,6 +189,8 @@ def beside(net: nn.Module, norm: str, train: Data, tests: tuple[Data, ...]) -> d
         fits["scalar without affine parameters, tuned()"] = tuned(net, train, subset=linear)
     rows = {"plug-in, no error bars": plug_in(net, train, tests)}
     rows |= {name: held_out(la, tests) for name, la in fits.items()}
+    for name in ("scalar, tuned()", "layerwise, tuned()"):
+        rows[f"{name}, mean at v*"] = held_out(fits[name], tests, "tangent")
     bounds = {name: list(la.tuning.at_bound) for name, la in fits.items() if la.tuning and la.tuning.at_bound}
     unsettled = [name for name, la in fits.items() if la.tuning and not la.tuning.converged]
     dropped = sum(fits["g-prior, tuned()"].prior.counts_dropped().values())
