@@ -382,7 +382,8 @@ def cell(runs: list[dict[str, Any]], choice: str, key: str) -> str:
         return "failed"
     mean, error = mean_error(values)
     missing = f" ({len(runs) - len(values)} failed)" if len(values) < len(runs) else ""
-    return f"{mean:.3f} ± {error:.3f}{missing}"
+    form = ".3f" if abs(mean) < 1e4 else ".1e"
+    return f"{mean:{form}} ± {error:{form}}{missing}"
 
 
 def against(runs: list[dict[str, Any]], a: str, b: str, key: str, sign: int = 1) -> tuple[int, list[float]]:
@@ -399,9 +400,18 @@ def regression_tables(sets: dict[str, list[dict[str, Any]]]) -> list[str]:
     for name, runs in sets.items():
         wins, apart = against(runs, "tangent", "naive", "ll")
         mean, error = mean_error(apart)
+        form = "+.3f" if abs(mean) < 1e4 else "+.1e"
         cells = [cell(runs, choice, "ll") for choice in five]
         lines.append(
-            row([name, runs[0]["about"]["examples"], *cells, f"{mean:+.3f} ± {error:.3f}", f"{wins}/{len(runs)}"])
+            row(
+                [
+                    name,
+                    runs[0]["about"]["examples"],
+                    *cells,
+                    f"{mean:{form}} ± {error:{form[1:]}}",
+                    f"{wins}/{len(runs)}",
+                ]
+            )
         )
     lines += ["", row(["choice", "mean", "better than naive", "than tangent", "than grid", "mean rank of the five"])]
     lines.append("|---" + "|--:" * 5 + "|")
@@ -414,7 +424,8 @@ def regression_tables(sets: dict[str, list[dict[str, Any]]]) -> list[str]:
         ]
         rank = [1 + sum(r[o].get("ll", -math.inf) > r[choice].get("ll", -math.inf) for o in ranked) for r in every]
         shown = f"{statistics.fmean(rank):.2f}" if choice in ranked else ""
-        lines.append(row([choice, f"{statistics.fmean(scores):.3f}", *beats, shown]))
+        mean = statistics.fmean(scores)
+        lines.append(row([choice, f"{mean:.3f}" if abs(mean) < 1e4 else f"{mean:.1e}", *beats, shown]))
     return lines
 
 
