@@ -8,6 +8,7 @@ as far.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +25,9 @@ from lapwing.tune.tracking import Tracker
 
 TOLERANCE = 1e-3
 STEPS = 500
-ROUNDS, BETWEEN = 50, 40  # solves for v*, and steps that predict it in between
+ROUNDS, BETWEEN = 50, 12  # solves for v*, and steps that predict it in between
 REACH = 3.0  # in log λ, of a prediction
-SLOWEST, FASTEST = 0.25, 4.0  # paces of a step, in units of the fixed point's own
+SLOWEST, FASTEST, ROUND = 0.25, 4.0, 2.0  # paces of a step, in units of the fixed point's own
 
 
 def mackay(
@@ -71,8 +72,8 @@ class _Loop:
         trace: list[float] = []
         for _ in range(steps):
             center = center_of(*self.at(values), precision(gap, tolerance))
-            wanted, gap, value = self.look(bounds, values, center)
-            trace.append(value)
+            wanted, gap = self.look(bounds, values, center)
+            trace.append(self.value(values, center))
             if gap <= tolerance and _precise(center, tolerance):
                 return values, trace, True
             if gap > tolerance:  # else once more here, with a better v*
@@ -82,18 +83,18 @@ class _Loop:
     def at(self, values: dict[str, Tensor]) -> tuple[Any, Any]:
         return at_values(self.prior, self.likelihood, values)
 
-    def look(
-        self, bounds: Box, values: dict[str, Tensor], center: Center | None
-    ) -> tuple[dict[str, Tensor], float, float]:
-        """Where the fixed point wants the hyperparameters, how far that is, and the log evidence here."""
+    def value(self, values: dict[str, Tensor], center: Center | None) -> float:
+        with torch.no_grad():
+            return float(log_evidence(self.state, *self.at(values), center))
+
+    def look(self, bounds: Box, values: dict[str, Tensor], center: Center | None) -> tuple[dict[str, Tensor], float]:
+        """Where the fixed point wants the hyperparameters, and how far that is."""
         now, square = self.at(values), scatter(self.state, self.prior, center)
         gamma = effective_dimension(self.state, *now)
-        with torch.no_grad():
-            value = float(log_evidence(self.state, *now, center))
         wanted = _targets(self.state, gamma, square, values, *now, center)
         wanted = {k: v.clamp(bounds.low[k], bounds.high[k]) for k, v in wanted.items()}
         _check_finite(wanted)
-        return wanted, _gap(gamma, square, values, wanted), value
+        return wanted, _gap(gamma, square, values, wanted)
 
 
 def precision(gap: float, tolerance: float) -> float:
@@ -108,26 +109,39 @@ def _precise(center: Center | None, tolerance: float) -> bool:
 def _rounds(
     loop: _Loop, bounds: Box, tracker: Tracker, tolerance: float
 ) -> tuple[dict[str, Tensor], list[float], bool]:
-    """Where v* takes passes over the data: in between, the fixed point of what the structure predicts of v*, which
-    takes none. Their fixed points are the same, as the prediction is exact where it is made."""
-    values, stride, gap = dict(bounds.start), Stride(1.0), 1.0
+    """Where v* takes passes over the data: in between, steps towards the fixed point of what the structure predicts of
+    v*, which take none. The fixed points are the same, as the prediction is exact where it is made. The first is made
+    at the trained weights, before any v* is solved for."""
+    values, stride, gap = dict(bounds.start), Stride(ROUND), 1.0
     trace: list[float] = []
-    for _ in range(ROUNDS):
-        center = tracker.center(*loop.at(values), precision(gap, tolerance))
-        _, gap, value = loop.look(bounds, values, center)
-        trace.append(value)
+    for number in range(ROUNDS):
+        center = tracker.center(*loop.at(values), precision(gap, tolerance) if number else math.inf)
+        _, gap = loop.look(bounds, values, center)
+        trace.append(loop.value(values, center))
         if gap <= tolerance and _precise(center, tolerance):
             return values, trace, True
-        if gap <= tolerance:  # once more here, with a better v*
-            continue
-        near = Box(
-            {k: torch.maximum(low, values[k] - REACH) for k, low in bounds.low.items()},
-            {k: torch.minimum(high, values[k] + REACH) for k, high in bounds.high.items()},
-            values,
-        )
-        target, _, _ = loop.run(near, tracker.predicted, precision(gap, tolerance), BETWEEN)
-        values = stride.towards(target, values, bounds)
+        if gap > tolerance:  # else once more here, with a better v*
+            target = _predicted(loop, bounds, tracker, values, 0.25 * gap)
+            values = stride.towards(target, values, bounds)
     return values, trace, False
+
+
+def _predicted(
+    loop: _Loop, bounds: Box, tracker: Tracker, values: dict[str, Tensor], tolerance: float
+) -> dict[str, Tensor]:
+    """Steps on what is predicted, no further than a prediction reaches."""
+    near = Box(
+        {k: torch.maximum(low, values[k] - REACH) for k, low in bounds.low.items()},
+        {k: torch.minimum(high, values[k] + REACH) for k, high in bounds.high.items()},
+        values,
+    )
+    stride = Stride(loop.most)
+    for _ in range(BETWEEN):
+        wanted, gap = loop.look(near, values, tracker.predicted(*loop.at(values)))
+        if gap <= tolerance:
+            break
+        values = stride.towards(wanted, values, near)
+    return values
 
 
 def _targets(

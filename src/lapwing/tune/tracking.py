@@ -53,7 +53,7 @@ class Tracker:
         )
         return self.last
 
-    def predicted(self, prior: Any, likelihood: Any, _tolerance: float) -> Center:
+    def predicted(self, prior: Any, likelihood: Any) -> Center:
         """What the structure says of v* near the last one, v + (Ĝ + A)⁻¹(Jᵀ score − A(v − m)), without a pass; how well
         it fits is taken to stay as it is."""
         last, a = self.last, prior.operator()
