@@ -210,7 +210,7 @@ def test_a_last_module_that_returns_no_tensor_is_named() -> None:
 
 def test_a_model_that_returns_no_tensor_has_no_last_layer() -> None:
     with pytest.raises(InvalidValue, match=r"returns dict.*forward="):
-        linearize(Head(lambda m, x: {"logits": m.head(m.body(x))}), "last_layer", example=batch(2, 3))
+        linearize(Head(lambda m, x: {"scores": m.head(m.body(x))}), "last_layer", example=batch(2, 3))
 
 
 def test_tracing_leaves_buffers_and_hooks_alone() -> None:
