@@ -33,7 +33,7 @@ from lapwing.operators import linalg
 from lapwing.posterior import curvature
 from lapwing.tangent import TangentModel
 
-EXACT, STREAMED = 1e-10, 1e-4  # tolerances: with the rows of J in memory, and with J by passes over the data
+EXACT, STREAMED = 1e-10, 2.5e-4  # tolerances: with the rows of J in memory, and with J by passes over the data
 NEWTON, STEPS = 50, 300  # steps of Newton's method, and of conjugate gradients for each
 ROUNDING = 30  # of an output, in units of its last place
 SAME = 1e-4  # how far sums over the same data may be apart, relative
@@ -103,10 +103,11 @@ class Jacobian:
         for x, index, shape in self._each():
 
             def cotangent(jv: Tensor, index: slice = index, shape: torch.Size = shape) -> Tensor:
-                pushed.append(jv.reshape(-1, shape[-1]).to(torch.float64))
-                return middle(pushed[-1], index).reshape(shape)
+                return middle(jv.reshape(-1, shape[-1]).to(torch.float64), index).reshape(shape)
 
-            pulled += self.tangent.through(x, v, cotangent)[1].to(torch.float64)
+            jv, back = self.tangent.through(x, v, cotangent)
+            pushed.append(jv.reshape(-1, shape[-1]).to(torch.float64))
+            pulled += back.to(torch.float64)
         return torch.cat(pushed), pulled
 
     def column_squares(self, probes: int = 4) -> Tensor:

@@ -9,10 +9,10 @@ hooks stay, and see what they always saw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
+
+T = TypeVar("T")
 
 
 class Changed(InvalidValue):
@@ -40,7 +42,7 @@ class Changed(InvalidValue):
 class Record:
     """What one run left behind."""
 
-    model: nn.Module
+    tangent: TangentModel
     parts: tuple[Part, ...]
     f: Tensor
     inputs: dict[str, Tensor]
@@ -49,6 +51,10 @@ class Record:
     leaves: dict[str, Tensor]
     buffers: dict[str, Any] = field(default_factory=dict)  # of each layer: the user's may have moved on since
     handed_on: dict[str, Tensor] = field(default_factory=dict)  # copies that went on through the network
+
+    @property
+    def model(self) -> nn.Module:
+        return self.tangent.model
 
     @property
     def called(self) -> list[Part]:
@@ -97,17 +103,25 @@ class Record:
             return {}
         u = u.transpose(0, 1).to(self.f).reshape(u.shape[1], *self.f.shape)
         outs = [self.outputs[part.name] for part in called]
-        grads: tuple[Tensor | None, ...]
-        if self.columns_at_once:
-            grads = torch.autograd.grad(self.f, outs, u, retain_graph=True, is_grads_batched=True, allow_unused=True)
-        else:
-            columns = [torch.autograd.grad(self.f, outs, one, retain_graph=True, allow_unused=True) for one in u]
-            grads = tuple(None if g[0] is None else _stack(g) for g in zip(*columns, strict=True))
+        grads = self.reverse(lambda: self._gradients(outs, u))
         out = {}
         for part, g, z in zip(called, grads, outs, strict=True):
             g = z.new_zeros(len(u), *z.shape) if g is None else g
             out[part.name] = part.outputs(self.model, g, len(self.f))
         return out
+
+    def _gradients(self, outs: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:
+        if self.columns_at_once:
+            return torch.autograd.grad(self.f, outs, u, retain_graph=True, is_grads_batched=True, allow_unused=True)
+        columns = [torch.autograd.grad(self.f, outs, one, retain_graph=True, allow_unused=True) for one in u]
+        return tuple(None if g[0] is None else _stack(g) for g in zip(*columns, strict=True))
+
+    def reverse(self, run: Callable[[], T]) -> T:
+        """A reverse pass; where it runs layers again (checkpoints), with the weights and the mode of this run."""
+        if not self.tangent.route.get("recomputes"):
+            return run()
+        with evaluating(self.model), plain_kernels():
+            return self.tangent.backward(self.leaves, run)
 
 
 @contextmanager
@@ -136,7 +150,7 @@ class Capture:
     def run(self, x: Any) -> Record:
         model, names = self.tangent.model, {n for part in self.parts + self.unused for n in part.parameters}
         leaves = {n: p.detach().requires_grad_(n in names) for n, p in self.tangent.params.items()}
-        record = Record(model, self.parts, torch.empty(0), {}, {}, self.columns_at_once, leaves)
+        record = Record(self.tangent, self.parts, torch.empty(0), {}, {}, self.columns_at_once, leaves)
         handles = list(self._hooks(record))
         try:
             with torch.enable_grad(), evaluating(model), plain_kernels(), self._in_steps(record):
@@ -155,7 +169,9 @@ class Capture:
         if not names or not record.f.requires_grad:
             return
         leaves, zero = [record.leaves[n] for n in names], torch.zeros_like(record.f)
-        found = torch.autograd.grad(record.f, leaves, zero, retain_graph=True, allow_unused=True)
+        found = record.reverse(
+            lambda: torch.autograd.grad(record.f, leaves, zero, retain_graph=True, allow_unused=True)
+        )
         for name, gradient in zip(names, found, strict=True):
             if gradient is not None:
                 raise Changed(f"{name} was not used on the first batch and is now")

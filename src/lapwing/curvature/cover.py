@@ -141,6 +141,7 @@ def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part]
         proved, why = _prove(tangent, whole, x)
         text = "its module could not be run in steps"
         return proved, why | {n: text for part in parts if part.site for n in part.parameters}
+    tangent.route["recomputes"] = _recomputes(record)
     uses = _uses(record)
     often = {part: name for part in parts for name in part.parameters if uses[name] > 1}
     loose = [] if tangent.separable(x) else [part for part in parts if not _one_row_each(record, part)]
@@ -183,6 +184,26 @@ def _run_in_steps(tangent: TangentModel, record: Record, x: Any) -> bool:
     return True
 
 
+def _recomputes(record: Record) -> bool:
+    """Whether a reverse pass runs modules forward again, as checkpoints do."""
+    calls: list[int] = []
+    ends = [leaf for leaf in record.leaves.values() if leaf.requires_grad]
+    if not ends or not record.f.requires_grad:
+        return False
+    handles = [m.register_forward_pre_hook(lambda *_: calls.append(1)) for m in record.model.modules()]
+    zero = torch.zeros_like(record.f)
+    try:
+        with evaluating(record.model), plain_kernels():
+            record.tangent.backward(
+                record.leaves,
+                lambda: torch.autograd.grad(record.f, ends, zero, retain_graph=True, allow_unused=True),
+            )
+    finally:
+        for handle in handles:
+            handle.remove()
+    return bool(calls)
+
+
 def _proved_nearby(tangent: TangentModel, parts: list[Part], x: Any) -> list[Part]:
     """The parts whose rule is right at weights moved by about their own size, a few times over; where the network
     does not stand that, there is nothing against them."""
@@ -222,7 +243,9 @@ def _gradients(record: Record, names: list[str], cotangent: Tensor) -> dict[str,
     if not names or not record.f.requires_grad:
         return dict.fromkeys(names)
     leaves = [record.leaves[name] for name in names]
-    found = torch.autograd.grad(record.f, leaves, cotangent, retain_graph=True, allow_unused=True)
+    found = record.reverse(
+        lambda: torch.autograd.grad(record.f, leaves, cotangent, retain_graph=True, allow_unused=True)
+    )
     return dict(zip(names, found, strict=True))
 
 

@@ -18,13 +18,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointError
 
 from lapwing import tree
 from lapwing.errors import InvalidValue, LapwingWarning
@@ -32,6 +33,7 @@ from lapwing.tangent.kernels import forward_mode_missing, plain_kernels
 from lapwing.tangent.subset import Forward, Swapped, select
 from lapwing.tree import Layout
 
+T = TypeVar("T")
 vjp: Any = torch.func.vjp  # its annotation leaves the two-value form out
 
 
@@ -169,9 +171,7 @@ class TangentModel:
     def apply(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
         """f(x, θ): the network itself, not linearized, at any weights."""
         x = tree.map_tensors(lambda t: t.clone() if t.is_inference() else t, x)  # those cannot be differentiated by
-        buffers = {n: self.constants[n].clone() for n in self.buffers}  # a pass may move its buffers
-        tensors = {f"model.{n}": t for n, t in {**self.constants, **buffers, **self.embed(params)}.items()}
-        out = functional_call(Swapped(self.model, self.forward), tensors, (x,))
+        out = functional_call(Swapped(self.model, self.forward), self._tensors(params), (x,))
         if not isinstance(out, Tensor):
             raise InvalidValue(
                 f"the model returns {type(out).__name__}, not a tensor (n, ..., c); "
@@ -183,6 +183,18 @@ class TangentModel:
                 "so add the output dimension: forward=lambda model, x: model(x).unsqueeze(-1)"
             )
         return out
+
+    def _tensors(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        buffers = {n: self.constants[n].clone() for n in self.buffers}  # a pass may move its buffers
+        return {f"model.{n}": t for n, t in {**self.constants, **buffers, **self.embed(params)}.items()}
+
+    def backward(self, params: Mapping[str, Tensor], run: Callable[[], T]) -> T:
+        """Run a reverse pass of `apply(params, ...)`: checkpointed layers run forward again in it, and must do so at
+        the same weights, whatever has become of the user's."""
+        held: list[T] = []
+        call = Swapped(self.model, lambda *_: held.append(run()))  # type: ignore[arg-type]
+        functional_call(call, self._tensors(params), (None,))
+        return held[0]
 
     def __call__(self, x: Any) -> Tensor:
         with torch.no_grad(), evaluating(self.model), plain_kernels():
@@ -257,7 +269,11 @@ class TangentModel:
             u = cotangent(out)
             if not out.requires_grad:
                 return leaves, (None,) * len(leaves)
-            grads = torch.autograd.grad(out, list(leaves.values()), u, create_graph=u.requires_grad, allow_unused=True)
+            keep = u.requires_grad
+            grads = self.backward(
+                leaves,
+                lambda: torch.autograd.grad(out, list(leaves.values()), u, create_graph=keep, allow_unused=True),
+            )
             return leaves, grads
 
     @torch.inference_mode(False)
@@ -304,14 +320,15 @@ class TangentModel:
             out = self.apply(leaves, x)
             if not out.requires_grad:
                 return u.new_zeros(len(u), self.layout.size)
-            pulled = []
-            for one in u:
+
+            def pull(one: Tensor) -> Tensor:
                 grads = torch.autograd.grad(
                     out, list(leaves.values()), one.to(out), retain_graph=True, allow_unused=True
                 )
                 filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
-                pulled.append(torch.cat([g.reshape(-1) for g in filled]))
-        return torch.stack(pulled)
+                return torch.cat([g.reshape(-1) for g in filled])
+
+            return self.backward(leaves, lambda: torch.stack([pull(one) for one in u]))
 
     @torch.inference_mode(False)
     def through(self, x: Any, v: Tensor, middle: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -320,6 +337,8 @@ class TangentModel:
         if self.route.get("through", "one") == "one":
             try:
                 return self._through(x, v, middle)
+            except CheckpointError:  # its second run saves no tangents
+                self.route["through"] = "two"
             except (RuntimeError, NotImplementedError) as error:
                 if not forward_mode_missing(error):
                     raise
@@ -338,7 +357,8 @@ class TangentModel:
             u = middle(jv).to(f)  # outside the dual level, lest the reverse pass be pushed forward too
             if not f.requires_grad:
                 return jv, v.new_zeros(self.layout.size)
-            grads = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
+            reverse = lambda: torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)  # noqa: E731
+            grads = self.backward(leaves, reverse)
         filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
         return jv, torch.cat([g.reshape(-1).to(v) for g in filled])
 
@@ -360,7 +380,8 @@ class TangentModel:
             used = [(g, v[n].to(g)) for n, g in zip(leaves, grads, strict=True) if g is not None and g.requires_grad]
             if not used:
                 return torch.zeros_like(held[0])
-            return torch.autograd.grad([g for g, _ in used], held[0], [t for _, t in used])[0]
+            along = [t for _, t in used]
+            return self.backward(leaves, lambda: torch.autograd.grad([g for g, _ in used], held[0], along)[0])
 
     # -- rows of the Jacobian -------------------------------------------------------------------------------------
 
@@ -413,12 +434,17 @@ class TangentModel:
                     if whole is not None
                     else self.apply({**self.params, **leaves}, tree.rows_of(x, slice(i, i + 1)))[0]
                 )
-                grads = [
-                    torch.autograd.grad(f, list(leaves.values()), u[i, j], retain_graph=True, allow_unused=True)
-                    if f.requires_grad  # else this example does not use them
-                    else [None] * len(leaves)
-                    for j in range(k)
-                ]
+                grads: Any = [[None] * len(leaves)] * k  # if this example does not use them
+                if f.requires_grad:
+
+                    def pull(f: Tensor = f, i: int = i) -> Any:
+                        ends = list(leaves.values())
+                        return [
+                            torch.autograd.grad(f, ends, u[i, j], retain_graph=True, allow_unused=True)
+                            for j in range(k)
+                        ]
+
+                    grads = self.backward({**self.params, **leaves}, pull)
                 flat = [
                     torch.cat(
                         [
