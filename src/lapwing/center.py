@@ -36,6 +36,7 @@ from lapwing.tangent import TangentModel
 EXACT, STREAMED = 1e-10, 2.5e-4  # tolerances: with the rows of J in memory, and with J by passes over the data
 NEWTON, STEPS = 50, 300  # steps of Newton's method, and of conjugate gradients for each
 ROUNDING = 30  # of an output, in units of its last place
+ROWS = 2**28  # bytes of rows, for one output, up to which they are kept
 SAME = 1e-4  # how far sums over the same data may be apart, relative
 
 
@@ -51,6 +52,8 @@ class Center:
     outputs: Tensor | None = field(default=None, repr=False)  # h(x_n, v*), (m, c): to start the next from; not saved
     pulled: Tensor | None = field(default=None, repr=False)  # Σ_n J_nᵀ ∂ log p(y_n | h), (p,); not saved
     weights: Tensor | None = field(default=None, repr=False)  # the curvature weights that it was pulled at
+
+    stretch: float = 1.0  # of Ĝ in P, by which it fits the curvature at v* rather than at the network's outputs
 
     def alone(self) -> Center:
         """Without what belongs to one reading of the data."""
@@ -163,7 +166,9 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
         f = record.f.detach()
         if not fs:
             every = state.n * f[0].numel()
-            held = 8 * every * tangent.layout.size <= memory_budget // 2
+            size = 8 * every * tangent.layout.size
+            # a product with rows reads them all; past a size, a run of the network, which has c of them, is quicker
+            held = size <= memory_budget // 2 and size * f.shape[-1] <= ROWS
             if 48 * every > memory_budget:
                 raise InvalidValue(
                     f"the tangent center keeps outputs of all data in memory, {state.n} x {f[0].numel()} several "
@@ -279,9 +284,10 @@ def tangent_map(
 
     Raises NotConverged where that is not reached; with strict=False the residual says so.
     """
-    a = prior.operator()
-    precision = linalg.shift(curvature(state, _detached(likelihood)), _detached(a))
-    objective = Objective(jacobian, _detached(likelihood), precision, a.dense().detach(), prior.mean_vector())
+    a, likelihood = _detached(prior.operator()), _detached(likelihood)
+    structure, stretch = curvature(state, likelihood), 1.0 if start is None else start.stretch
+    precision = linalg.shift(stretched(structure, stretch), a)
+    objective = Objective(jacobian, likelihood, precision, a.dense(), prior.mean_vector())
     tolerance = tolerance or (EXACT if jacobian.rows is not None else STREAMED)
     theta, made = state.tangent.theta.to(torch.float64), jacobian.passes
     v = theta if start is None else start.vector
@@ -290,7 +296,7 @@ def tangent_map(
     residual, value, gain, step = float("inf"), objective.value(v, z), float("inf"), 0
     for step in range(NEWTON + 1):
         g = objective.gradient(v, pulled)
-        decrement = float((g * linalg.solve(precision, g)).sum().clamp(min=0).sqrt())
+        decrement = float((g * linalg.solve(objective.precision, g)).sum().clamp(min=0).sqrt())
         size = objective.size(v)
         residual = decrement / size
         if not residual < float("inf"):
@@ -307,6 +313,10 @@ def tangent_map(
         before, value = value, objective.value(v, z)
         gain = value - before if residual > 1e-6 else float("inf")  # nearer by, it is lost in the value's rounding
         pulled = jacobian.pull(objective.score(z))
+        ratio = _stretch(likelihood, z, jacobian.f)
+        if not 0.5 < ratio / stretch < 2:  # worth a factorization
+            stretch = ratio
+            objective = replace(objective, precision=linalg.shift(stretched(structure, stretch), a))
     if strict and residual > goal:
         raise NotConverged(
             f"the tangent MAP ended at a residual of {residual:.3g} after {step} Newton steps, for a tolerance of "
@@ -314,7 +324,21 @@ def tangent_map(
             "larger prior precision or noise, a network in float64, or center='map'"
         )
     statistics = likelihood.statistics(z, jacobian.y)
-    return Center(v, statistics, step, residual, jacobian.passes - made, z, pulled, objective.weights)
+    passes = jacobian.passes - made
+    return Center(v, statistics, step, residual, passes, z, pulled, objective.weights, stretch)
+
+
+def stretched(structure: Any, stretch: float) -> Any:
+    """Ĝ times a number: the same operator where that is 1."""
+    return structure if stretch == 1 else linalg.scale(structure, torch.tensor(stretch, dtype=torch.float64))
+
+
+def _stretch(likelihood: Likelihood, z: Tensor, f: Tensor) -> float:
+    """tr Λ(z) / tr Λ(f), summed over data: Ĝ was taken at f, where a confident network has next to no curvature."""
+    if isinstance(likelihood, Gaussian):
+        return 1.0
+    here, there = (float(likelihood.hessian_root(outputs).square().sum()) for outputs in (z, f))
+    return min(max(here / there, 1e-6), 1e6) if there > 0 else 1.0
 
 
 def _detached(thing: Any) -> Any:

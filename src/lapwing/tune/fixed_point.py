@@ -26,7 +26,7 @@ from lapwing.tune.tracking import Tracker
 TOLERANCE = 1e-3
 STEPS = 500
 ROUNDS, BETWEEN = 50, 12  # solves for v*, and steps that predict it in between
-REACH = 3.0  # in log λ, of a prediction
+REACH, BELIEF = 3.0, 1.5  # of a prediction, in log λ; and how far off in log ‖v*‖² it may be
 SLOWEST, FASTEST, ROUND = 0.25, 4.0, 2.0  # paces of a step, in units of the fixed point's own
 
 
@@ -112,18 +112,29 @@ def _rounds(
     """Where v* takes passes over the data: in between, steps towards the fixed point of what the structure predicts of
     v*, which take none. The fixed points are the same, as the prediction is exact where it is made. The first is made
     at the trained weights, before any v* is solved for."""
-    values, stride, gap = dict(bounds.start), Stride(ROUND), 1.0
+    values, stride, gap, believed = dict(bounds.start), Stride(ROUND), 1.0, True
     trace: list[float] = []
     for number in range(ROUNDS):
-        center = tracker.center(*loop.at(values), precision(gap, tolerance) if number else math.inf)
-        _, gap = loop.look(bounds, values, center)
+        now = loop.at(values)
+        guess = tracker.predicted(*now) if number else None
+        center = tracker.center(*now, precision(gap, tolerance) if number else math.inf)
+        if guess is not None:
+            believed = _agree(scatter(loop.state, loop.prior, guess), scatter(loop.state, loop.prior, center))
+        target, gap = loop.look(bounds, values, center)
         trace.append(loop.value(values, center))
         if gap <= tolerance and _precise(center, tolerance):
             return values, trace, True
         if gap > tolerance:  # else once more here, with a better v*
-            target = _predicted(loop, bounds, tracker, values, 0.25 * gap)
+            if believed:
+                target = _predicted(loop, bounds, tracker, values, 0.25 * gap)
             values = stride.towards(target, values, bounds)
     return values, trace, False
+
+
+def _agree(guess: Tensor, found: Tensor) -> bool:
+    """Whether ‖v*‖² was predicted within a factor, for the larger groups: else the next step does without."""
+    tiny = torch.finfo(torch.float64).tiny
+    return bool(((guess.clamp(min=tiny) / found.clamp(min=tiny)).log().abs() < BELIEF).all())
 
 
 def _predicted(

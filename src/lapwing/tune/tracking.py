@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.center import EXACT, STREAMED, Center, Jacobian, tangent_map
+from lapwing.center import STREAMED, Center, Jacobian, stretched, tangent_map
 from lapwing.curvature import State
 from lapwing.likelihoods import Gaussian
 from lapwing.operators import linalg
 from lapwing.posterior import curvature
 from lapwing.tune.bounds import Box, Tuning
+
+HELD = 1e-6  # tolerance of v* where the rows of J are in memory
 
 
 @dataclass(eq=False)
@@ -39,15 +41,15 @@ class Tracker:
 
     @property
     def tolerance(self) -> float:
-        return EXACT if self.held else STREAMED
+        return HELD if self.held else STREAMED
 
     @property
     def passes(self) -> int:
         return self.jacobian.passes - self.first
 
     def center(self, prior: Any, likelihood: Any, tolerance: float | None = None, strict: bool = False) -> Center:
-        """v* as precisely as asked; where J is in memory, precision is cheap, and asked for in any case."""
-        tolerance = self.tolerance if self.held else max(self.tolerance, tolerance or 0.0)
+        """v* as precisely as asked; where J is in memory, precision is cheap, and more of it is asked for."""
+        tolerance = max(self.tolerance, (tolerance or 0.0) * (0.01 if self.held else 1.0))
         self.last = tangent_map(
             self.state, prior, likelihood, self.jacobian, self.last, tolerance=tolerance, strict=strict
         )
@@ -62,7 +64,8 @@ class Tracker:
         assert last.weights is not None
         ratio = (likelihood.curvature_weights("exact").to(last.weights) / last.weights).mean()
         gradient = ratio * last.pulled - a.dense() * (last.vector - prior.mean_vector())
-        away = linalg.solve(linalg.shift(curvature(self.state, likelihood), a), gradient)
+        structure = stretched(curvature(self.state, likelihood), last.stretch)
+        away = linalg.solve(linalg.shift(structure, a), gradient)
         return replace(last, vector=last.vector + away)
 
     def found(self) -> Center:
