@@ -376,7 +376,10 @@ def test_normalization_layers_are_named_where_the_naive_evidence_is_asked_for() 
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        la.tuned(fixed=("noise",))
+        tuned = la.tuned(fixed=("noise",))
+        assert "normalization layers (1)" in tuned.tuning.note
+        short = float(tuned.log_evidence() - tuned.log_evidence(center="map"))
+        assert f"{short:.3g} nats below the tangent MAP" in tuned.tuning.note
         last = lw.laplace(model, (x, y), "gaussian", subset="last_layer")  # what follows the norm has a mode
         last.tuned(center="map", fixed=("noise",))
 

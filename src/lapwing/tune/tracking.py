@@ -15,11 +15,14 @@ from torch import Tensor
 
 from lapwing.center import STREAMED, Center, Jacobian, stretched, tangent_map
 from lapwing.curvature import State
+from lapwing.evidence import decompose
 from lapwing.likelihoods import Gaussian
 from lapwing.operators import linalg
 from lapwing.posterior import curvature
 from lapwing.tune.bounds import Box, Tuning
+from lapwing.tune.modes import normalized_by
 
+NATS = 1.0  # below the tangent MAP at which the trained weights are said to be no mode
 HELD = 1e-6  # tolerance of v* where the rows of J are in memory
 
 
@@ -75,7 +78,19 @@ class Tracker:
     def report(self, tuning: Tuning, prior: Any, likelihood: Any) -> Tuning:
         """The record of a tuning at this center, once v* is what it is asked to be at the hyperparameters found."""
         center = self.center(prior, likelihood, strict=True)
-        return replace(tuning, center="tangent", passes=self.passes, residual=center.residual)
+        note = self._note(prior, likelihood, center)
+        return replace(tuning, center="tangent", passes=self.passes, residual=center.residual, note=note)
+
+    def _note(self, prior: Any, likelihood: Any, center: Center) -> str:
+        """That the trained weights are no mode, if they are not, and what was done about it."""
+        with torch.no_grad():
+            at, there = (decompose(self.state, prior, likelihood, v) for v in (center, None))
+            short = float((at.fit - at.quadratic) - (there.fit - there.quadratic))
+        layers = normalized_by(self.state.tangent)
+        if not layers and short <= NATS:
+            return ""
+        cause = f"normalization layers ({', '.join(layers)}) leave the posterior without a mode; " if layers else ""
+        return f"{cause}the trained weights are {short:.3g} nats below the tangent MAP, where the evidence was taken"
 
     def started(self, bounds: Box, prior: Any, likelihood: Any) -> Box:
         """The bounds with the precisions' start at tr(K_g)/(N·C s²)."""
