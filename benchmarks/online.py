@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from _common import Bar, clocks, table, write
+from structured import cnn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -53,18 +54,9 @@ def images(n: int) -> tuple[Data, Data]:
     return ((x["train"][:n] - mean) / std, y["train"][:n]), ((x["test"] - mean) / std, y["test"])
 
 
-def cnn(seed: int) -> nn.Module:
+def seeded(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, 2, 1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, 2, 1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(1568, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
+    return cnn()
 
 
 def score(net: nn.Module, test: Data) -> dict[str, float]:
@@ -75,7 +67,7 @@ def score(net: nn.Module, test: Data) -> dict[str, float]:
 
 
 def plain(loader: DataLoader, test: Data, decay: float, epochs: int, seed: int) -> dict[str, Any]:
-    net = cnn(seed)
+    net = seeded(seed)
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE, weight_decay=decay)
 
     def train() -> None:
@@ -90,7 +82,7 @@ def plain(loader: DataLoader, test: Data, decay: float, epochs: int, seed: int) 
 
 
 def evidence(loader: DataLoader, test: Data, how: dict[str, Any], epochs: int, seed: int) -> dict[str, Any]:
-    net = cnn(seed)
+    net = seeded(seed)
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
     updates: list[float] = []
 

@@ -66,7 +66,7 @@ class Layered:
     def operator(self, state: State, weights: Tensor) -> Blocks:
         if "index" not in state.cache:
             state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
-        ops = tuple(_operator(part, state, weights) for part in state.parts)
+        ops = tuple(part_operator(part, state, weights) for part in state.parts)
         return Blocks(ops, state.cache["index"])
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
@@ -124,7 +124,9 @@ class Diagonal(Layered):
         return "diagonal"
 
 
-def _operator(part: Part, state: State, weights: Tensor) -> Any:
+def part_operator(part: Part, state: State, weights: Tensor) -> Any:
+    """Σ_h w_h of what was summed for one part, as an operator."""
+
     def stored(key: str) -> Tensor:
         return state.sums[f"{part.name}/{key}"].to(weights)
 
