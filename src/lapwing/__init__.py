@@ -1,7 +1,19 @@
 """Lapwing turns a trained PyTorch network into a Bayesian one: error bars, evidence, and the prior and noise that
 the evidence picks."""
 
-from lapwing import curvature, errors, likelihoods, operators, predictive, priors, selection, subsets, tangent, tune
+from lapwing import (
+    curvature,
+    errors,
+    likelihoods,
+    metrics,
+    operators,
+    predictive,
+    priors,
+    selection,
+    subsets,
+    tangent,
+    tune,
+)
 from lapwing.api import Laplace, from_state, laplace, load
 from lapwing.curvature import accumulate
 from lapwing.doctor import doctor
@@ -28,6 +40,7 @@ __all__ = [
     "likelihoods",
     "linearize",
     "load",
+    "metrics",
     "operators",
     "predict",
     "predictive",

@@ -1,0 +1,34 @@
+"""How good predictions are: `metric(predicted, y)`.
+
+`predicted` is a Prediction, or plain tensors: class probabilities (n, ..., c); a pair (mean, std) of Gaussians; draws
+of y (s, n, ...). Numbers are means over examples; `each=True` gives the examples' own, which `paired` compares.
+"""
+
+from lapwing.metrics.calibration import Reliability, ece, reliability
+from lapwing.metrics.joint import dyadic, joint_log_likelihood
+from lapwing.metrics.ood import auroc, fpr95
+from lapwing.metrics.regression import coverage, crps, interval, pit, sharpness
+from lapwing.metrics.scores import accuracy, brier, nll, paired
+from lapwing.metrics.selective import SelectiveRisk, aurc, selective_risk
+
+__all__ = [
+    "Reliability",
+    "SelectiveRisk",
+    "accuracy",
+    "aurc",
+    "auroc",
+    "brier",
+    "coverage",
+    "crps",
+    "dyadic",
+    "ece",
+    "fpr95",
+    "interval",
+    "joint_log_likelihood",
+    "nll",
+    "paired",
+    "pit",
+    "reliability",
+    "selective_risk",
+    "sharpness",
+]

@@ -1,0 +1,132 @@
+"""What a metric is given, as tensors that can be relied on, in float64; anything else is an error that names it.
+
+class_probs   probabilities (n, ..., c) and labels (n, ...); a binary output counts as two classes
+response      a real-valued prediction: a pair (mean, std) of Gaussians, or draws (s, *y.shape)
+vector        finite numbers (n,), one an example
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue, Unsupported
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
+from lapwing.predictive import Prediction
+
+Gaussians: TypeAlias = tuple[Tensor, Tensor]  # mean and standard deviation, both of y's shape
+DRAWS = 1024  # of y, where a prediction is not Gaussian
+
+
+def class_probs(predicted: Prediction | Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, ..., c) and (n, ...), float64 and int64."""
+    if not isinstance(predicted, Prediction):
+        return _checked_probs(predicted, y)
+    if isinstance(predicted.likelihood, Bernoulli):
+        p = predicted.probs
+        predicted.likelihood.validate(p, tensor(y, "the labels").to(p.device))
+        return _checked_probs(torch.stack([1 - p, p], -1), y.long())
+    if isinstance(predicted.likelihood, Categorical):
+        return _checked_probs(predicted.probs, y)
+    raise Unsupported(
+        f"a {predicted.likelihood.name} prediction has no classes; use nll, crps, coverage, pit or sharpness"
+    )
+
+
+def _checked_probs(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    p, y = finite(p, "the probabilities"), tensor(y, "the labels")
+    if p.ndim < 2 or p.shape[-1] < 2:
+        raise InvalidValue(
+            f"probabilities must be (n, ..., c) with a column for each of c ≥ 2 classes, got {tuple(p.shape)}; for a "
+            "binary p give torch.stack([1 - p, p], -1)"
+        )
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise InvalidValue(f"labels must be integers, got {y.dtype}; use y.long()")
+    if y.shape != p.shape[:-1]:
+        raise InvalidValue(
+            f"labels of shape {tuple(y.shape)} do not match probabilities {tuple(p.shape)}; "
+            f"give labels of shape {tuple(p.shape[:-1])}"
+        )
+    if int(y.min()) < 0 or int(y.max()) >= p.shape[-1]:
+        raise InvalidValue(f"labels run from {int(y.min())} to {int(y.max())}, outside 0..{p.shape[-1] - 1}")
+    sums = p.double().sum(-1)
+    slack = max(1e-4, p.shape[-1] * torch.finfo(p.dtype).eps)
+    if float(p.min()) < 0 or float((sums - 1).abs().max()) > slack:
+        raise InvalidValue(
+            f"probabilities must not be negative and must sum to one; got a least one of {float(p.min()):.4g} and sums "
+            f"from {float(sums.min()):.6g} to {float(sums.max()):.6g}; for logits give torch.softmax(logits, -1)"
+        )
+    return p.double(), y.long().to(p.device)
+
+
+def response(predicted: Prediction | Gaussians | Tensor, y: Tensor | None = None) -> Gaussians | Tensor:
+    """(mean, std), or draws (s, *y.shape), once y, where it is given, is seen to be real numbers of that shape."""
+    if isinstance(predicted, Prediction):
+        predicted = _of_prediction(predicted)
+    if isinstance(predicted, tuple):
+        mean, std = _gaussians(predicted)
+        check_targets(y, mean.shape)
+        return mean, std
+    draws = finite(predicted, "the draws")
+    if draws.ndim < 2 or len(draws) < 2:
+        raise InvalidValue(f"draws must be (s, n, ...) with s ≥ 2, got {tuple(draws.shape)}; or give (mean, std)")
+    check_targets(y, draws.shape[1:])
+    return draws.double()
+
+
+def refuse_classes(predicted: Prediction) -> None:
+    if isinstance(predicted.likelihood, (Bernoulli, Categorical)):
+        raise Unsupported(f"a {predicted.likelihood.name} prediction is of classes; use nll, brier, ece or accuracy")
+
+
+def _of_prediction(predicted: Prediction) -> Gaussians | Tensor:
+    refuse_classes(predicted)
+    if isinstance(predicted.likelihood, Gaussian) and predicted.outputs is None:
+        return predicted.mean, predicted.std
+    return predicted.sample(DRAWS)
+
+
+def _gaussians(pair: Any) -> Gaussians:
+    if len(pair) != 2:
+        raise InvalidValue(f"Gaussians are a pair (mean, std), got {len(pair)} things")
+    mean, std = finite(pair[0], "the means"), finite(pair[1], "the standard deviations")
+    if mean.shape != std.shape:
+        raise InvalidValue(f"means are {tuple(mean.shape)} and standard deviations {tuple(std.shape)}; give one each")
+    if not float(std.min()) > 0:
+        raise InvalidValue(f"standard deviations must be positive, got a least one of {float(std.min()):.4g}")
+    return mean.double(), std.double()
+
+
+def check_targets(y: Tensor | None, shape: torch.Size) -> None:
+    if y is not None and finite(y, "the targets").shape != shape:
+        hint = "; add the output dimension with y.unsqueeze(-1)" if y.ndim == len(shape) - 1 else ""
+        raise InvalidValue(f"targets of shape {tuple(y.shape)} do not match predictions {tuple(shape)}{hint}")
+
+
+def vector(values: Any, what: str) -> Tensor:
+    values = finite(values, what).double()
+    if values.ndim != 1:
+        raise InvalidValue(
+            f"{what} must be (n,), one number an example, got {tuple(values.shape)}; reduce or flatten them"
+        )
+    return values
+
+
+def finite(values: Any, what: str) -> Tensor:
+    values = tensor(values, what)
+    if values.is_complex() or not bool(torch.isfinite(values).all()):
+        raise InvalidValue(f"{what} hold NaN, infinite or complex values; give finite real numbers")
+    return values
+
+
+def tensor(values: Any, what: str) -> Tensor:
+    """A tensor that is not empty, cut from any graph."""
+    if isinstance(values, Prediction):
+        raise InvalidValue(f"{what} must be a tensor, got a Prediction; give one of its parts, such as its entropy")
+    if not isinstance(values, Tensor):
+        raise InvalidValue(f"{what} must be a tensor, got {type(values).__name__}; use torch.as_tensor")
+    if not values.numel():
+        raise InvalidValue(f"{what} are empty, of shape {tuple(values.shape)}; a metric needs at least one example")
+    return values.detach()

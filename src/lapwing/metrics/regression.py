@@ -1,0 +1,99 @@
+"""Real-valued predictions: F the predictive distribution of each output, y (n, ...) what happened.
+
+    CRPS        ∫ (F(t) − 1[y ≤ t])² dt = E|Y − y| − ½ E|Y − Y'|,  in the units of y
+                Gaussian, z = (y − μ)/σ:   σ (z (2Φ(z) − 1) + 2φ(z) − 1/√π)
+                s draws, sorted:           mean|Y_i − y| − Σ_i (2i − s − 1) Y_i / (s (s − 1)),  unbiased
+    interval    the quantiles (1 ± level)/2;  coverage: how often y lies within;  sharpness: how wide it is
+    PIT         F(y), uniform if predictions are right; of draws, those below y and half of those at y
+
+Outputs are scored one by one: `each=True` has the shape of y. CRPS and PIT of a Prediction that is not Gaussian are
+those of draws of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue
+from lapwing.metrics.inputs import Gaussians, check_targets, refuse_classes, response
+from lapwing.metrics.scores import mean_or_each
+from lapwing.predictive import Prediction
+
+
+@overload
+def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: Literal[False] = False) -> float: ...
+@overload
+def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: Literal[True]) -> Tensor: ...
+def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: bool = False) -> float | Tensor:
+    """The continuous ranked probability score: the absolute error of a point forecast, for distributions."""
+    given = response(predicted, y)
+    if isinstance(given, tuple):
+        mean, std = given
+        z = (y.to(mean) - mean) / std
+        density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+        scores = std * (z * (2 * torch.special.ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi))
+        return mean_or_each(scores, each)
+    away, s = (given - y.to(given)).sort(0).values, len(given)  # about y, so that nothing cancels
+    weight = (2 * torch.arange(1, s + 1, device=given.device).to(given) - s - 1) / (s * (s - 1))
+    return mean_or_each(away.abs().mean(0) - torch.tensordot(weight, away, 1), each)
+
+
+def pit(predicted: Prediction | Gaussians | Tensor, y: Tensor) -> Tensor:
+    """F(y) of each output, of y's shape."""
+    given = response(predicted, y)
+    if isinstance(given, tuple):
+        mean, std = given
+        return torch.special.ndtr((y.to(mean) - mean) / std)
+    y = y.to(given)
+    return ((given < y).double() + 0.5 * (given == y).double()).mean(0)
+
+
+def interval(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
+    """The central interval that should hold y with probability `level`: its ends, each of y's shape."""
+    if not 0 < level < 1:
+        raise InvalidValue(f"the level of an interval lies strictly between 0 and 1, got {level}")
+    if isinstance(predicted, Prediction):
+        refuse_classes(predicted)
+        return predicted.quantile((1 - level) / 2).double(), predicted.quantile((1 + level) / 2).double()
+    given = response(predicted)
+    if isinstance(given, tuple):
+        mean, std = given
+        away = std * torch.special.ndtri(std.new_tensor(0.5 + level / 2))
+        return mean - away, mean + away
+    ordered = given.sort(0).values
+    return _quantile(ordered, (1 - level) / 2), _quantile(ordered, (1 + level) / 2)
+
+
+@overload
+def coverage(
+    predicted: Prediction | Gaussians | Tensor, y: Tensor, level: float = 0.95, *, each: Literal[False] = False
+) -> float: ...
+@overload
+def coverage(
+    predicted: Prediction | Gaussians | Tensor, y: Tensor, level: float = 0.95, *, each: Literal[True]
+) -> Tensor: ...
+def coverage(
+    predicted: Prediction | Gaussians | Tensor, y: Tensor, level: float = 0.95, *, each: bool = False
+) -> float | Tensor:
+    """How often y lies within the central interval: `level`, if error bars are right."""
+    low, high = interval(predicted, level)
+    check_targets(y, low.shape)
+    y = y.to(low)
+    return mean_or_each(((low <= y) & (y <= high)).double(), each)
+
+
+def sharpness(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) -> float:
+    """The mean width of the central interval: the smaller the better, among predictions that cover as they say."""
+    low, high = interval(predicted, level)
+    return float((high - low).mean())
+
+
+def _quantile(ordered: Tensor, q: float) -> Tensor:
+    """Linear between order statistics, as torch.quantile, which takes no more than 2²⁴ numbers."""
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    return torch.lerp(ordered[low], ordered[min(low + 1, len(ordered) - 1)], place - low)
