@@ -69,7 +69,8 @@ def ece(
     if not classwise:
         return reliability(predicted, y, bins, adaptive=adaptive).ece
     p, y = class_probs(predicted, y)
-    each = [_binned(p.flatten(0, -2)[:, c], y.flatten() == c, bins, adaptive).ece for c in range(p.shape[-1])]
+    columns = p.flatten(0, -2).mT.contiguous()  # (c, n)
+    each = [_binned(column, y.flatten() == c, bins, adaptive).ece for c, column in enumerate(columns)]
     return sum(each) / len(each)
 
 

@@ -106,7 +106,7 @@ def check_targets(y: Tensor | None, shape: torch.Size) -> None:
 
 
 def vector(values: Any, what: str) -> Tensor:
-    values = finite(values, what).double()
+    values = finite(values, what).double().contiguous()
     if values.ndim != 1:
         raise InvalidValue(
             f"{what} must be (n,), one number an example, got {tuple(values.shape)}; reduce or flatten them"
