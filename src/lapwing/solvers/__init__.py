@@ -1,7 +1,9 @@
 """Iterative solvers: callables and tensors in, a result with its residual or standard error out; no operators."""
 
+from lapwing.solvers import precondition, trace
 from lapwing.solvers.cg import Solution, cg
 from lapwing.solvers.estimate import Estimate
 from lapwing.solvers.lanczos import Lanczos, slq
+from lapwing.solvers.nystrom import Nystrom, nystrom
 
-__all__ = ["Estimate", "Lanczos", "Solution", "cg", "slq"]
+__all__ = ["Estimate", "Lanczos", "Nystrom", "Solution", "cg", "nystrom", "precondition", "slq", "trace"]

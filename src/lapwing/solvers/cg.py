@@ -4,23 +4,22 @@
 
 b (k, p). A column (a row of b) that has met ‖r‖ ≤ tolerance·‖b‖ is frozen, and K is no longer applied to it. What is
 updated drifts from b − K x by rounding, so that is computed anew now and then, and in the end for every column: a
-column that missed starts again from there, unless it no longer gains. Source: Shewchuk 1994, B3.
+column that missed starts again from there, unless it no longer gains: then, if K x is another when it is asked for
+again, K is not one matrix, and that is an error. Source: Shewchuk 1994, B3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, NotPositiveDefinite
+from lapwing.solvers.product import Product, product, same
 
 REFRESH = 50  # steps after which b − K x is computed anew
 DRIFT = 0.1  # how far, of its size, it may be from what is updated
-
-Product = Callable[[Tensor], Tensor]  # (k, p) -> (k, p), for any k
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +55,7 @@ def cg(
     steps = products = 0
     left = size > 0  # columns that are not known to be done
     if x0 is not None and bool(left.any()):
-        r[left] -= _product(mv, x[left])
+        r[left] -= product(mv, x[left])
         products, left = 1, left & (r.norm(dim=-1) > goal)
     best, least, last = x.clone(), r.norm(dim=-1), torch.full_like(goal, float("inf"))
     running = left.clone()
@@ -65,7 +64,7 @@ def cg(
         z = precondition(r[some]).to(b)
         before, rho[some] = rho[some], _positive((r[some] * z).sum(-1), "the preconditioner")
         d[some] = z + (rho[some] / before).unsqueeze(-1) * d[some]
-        image = _product(mv, d[some])  # K d
+        image = product(mv, d[some])  # K d
         length = rho[some] / _positive((d[some] * image).sum(-1), "the matrix")
         x[some] += length.unsqueeze(-1) * d[some]
         r[some] -= length.unsqueeze(-1) * image
@@ -75,7 +74,7 @@ def cg(
         if not ended and steps % REFRESH:
             continue
         some = (left if ended else running).nonzero().squeeze(-1)
-        true = b[some] - _product(mv, x[some])
+        true = b[some] - product(mv, x[some])
         products += 1
         now = true.norm(dim=-1)
         better = now < least[some]
@@ -88,22 +87,18 @@ def cg(
         d[again], rho[again], running[again] = 0.0, 1.0, True
         left[some[now <= goal[some]]] = False
         left[stuck] = running[stuck] = False
+        if len(stuck):
+            same(*(product(mv, b[stuck[:1]]) for _ in range(2)))
+            products += 2
         if steps == max_steps:
             break
     residual = least / size.clamp(min=torch.finfo(b.dtype).tiny)
     return Solution(best, residual, steps, bool((least <= goal).all()), products)
 
 
-def _product(mv: Product, v: Tensor) -> Tensor:
-    out = mv(v)
-    if out.shape != v.shape:
-        raise InvalidValue(f"mv must keep the shape of its vectors: got {tuple(out.shape)} for {tuple(v.shape)}")
-    return out.to(v)
-
-
 def _positive(values: Tensor, what: str) -> Tensor:
     if not torch.isfinite(values).all():
-        raise InvalidValue(f"conjugate gradients met NaN or infinite values in a product with {what}; check its data")
+        raise InvalidValue(f"NaN or infinite values in a product with {what}; check it and its data")
     if bool((values <= 0).any()):
         raise NotPositiveDefinite(
             f"conjugate gradients need {what} positive definite: got vᵀMv = {float(values.min()):.3g}; "

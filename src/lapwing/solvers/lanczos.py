@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, NotConverged
-from lapwing.solvers.cg import Product
 from lapwing.solvers.estimate import Estimate, mean_of
+from lapwing.solvers.product import Product, product, steady
 
 BREAKDOWN = 1e-12  # length of a new direction, of the largest entry of T, that counts as none
 SETTLED = 0.01  # standard errors by which a quadrature may still move, twice in a row
@@ -53,7 +53,7 @@ class Lanczos:
     def step(self) -> None:
         q = self.basis[-1]
         w = torch.zeros_like(q)
-        w[self.alive] = self.mv(q[self.alive]).to(w)
+        w[self.alive] = product(self.mv, q[self.alive])
         image = self.inner(w)
         alpha = (q * image).sum(-1)
         if not torch.isfinite(alpha).all():
@@ -95,12 +95,13 @@ def slq(
     """tr f(L) from starts (k, p), and the number of steps (products with L) that it took.
 
     It stops when no column has anything left (exact), or when two steps in a row moved the mean by at most a hundredth
-    of its standard error, the error of the quadrature being then small beside that of the probes.
+    of its standard error, the error of the quadrature being then small beside that of the probes. A matrix that changes
+    between products is an error.
     """
     if max_steps < 1:
         raise InvalidValue(f"max_steps must be at least 1, got {max_steps}")
     p = starts.shape[-1]
-    run = Lanczos.start(mv, starts, inner)
+    run = Lanczos.start(steady(mv), starts, inner)
     means: list[float] = []
     for step in range(1, max_steps + 1):
         run.step()
