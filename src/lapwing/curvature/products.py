@@ -1,27 +1,32 @@
 """Products with the Jacobian of a whole data set, streamed: what needs J but never its rows.
 
-    transport(tangent, batches, V, middle)  =  Σ_n J_nᵀ middle(f_n, J_n V, y_n)        V (k, p) -> (k', p)
+    transport(tangent, batches, V, middle)  =  Σ_n J_nᵀ middle(f_n, J_n V, y_n)        V (k, p) -> (k, p)
 
-One run forward and one backward a batch for all k vectors. With Λ_n = S_n S_nᵀ in the middle it is the generalized
-Gauss-Newton product G V (`gauss_newton`); with a score in the middle it is a gradient of the tangent model.
+All k vectors share the network's run at its weights: one run forward and one backward a batch, beside which each vector
+costs a push and a pull. With Λ_n = S_n S_nᵀ in the middle it is the generalized Gauss-Newton product G V
+(`gauss_newton`); with a score in the middle it is a gradient of the tangent model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
 
 from lapwing import data as loading
+from lapwing import tree
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
-from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.tangent import TangentModel
 
 AT_ONCE = 16  # vectors pushed through the network together
+TOGETHER = 128  # vectors times examples that a convolution runs on at once: more only leave the caches
 
-Middle = Callable[[Tensor, Tensor, Tensor], Tensor]  # f (m, c), J V (k, m, c), y -> (k', m, c), one row a position
+Middle = Callable[[Tensor, Tensor, Tensor], Tensor]  # f (m, c), J V (k, m, c), y -> (k, m, c), one row a position
 
 
 @torch.inference_mode(False)
@@ -29,24 +34,83 @@ def transport(
     tangent: TangentModel, batches: Iterable[Any], v: Tensor, middle: Middle, progress: bool = False, label: str = ""
 ) -> Tensor:
     """Σ_n J_nᵀ middle(f_n, J_n v, y_n) over the data, in float64."""
-    total: Tensor | None = None
+    total = torch.zeros(v.shape, dtype=torch.float64, device=tangent.device)
     for x, y in loading.passes(batches, tangent.device, progress, label or "products"):
-        pushed = [tangent.jvps(x, some) for some in v.split(AT_ONCE)]
-        f, jv = pushed[0][0].detach(), torch.cat([out for _, out in pushed]).detach()
-        flat = flat_outputs(f)
-        u = middle(flat, jv.reshape(len(v), *flat.shape).to(flat), flat_targets(f, y))
-        pulled = tangent.vjps(x, u.reshape(len(u), *f.shape)).to(torch.float64)
-        total = pulled if total is None else total + pulled
-    assert total is not None  # passes raise on data without a batch
+        for piece, targets in pieces(tangent, x, y, len(v)):
+            carry(tangent, piece, v, lambda f, jv, y=targets: middle(f, jv, flat_targets(f, y)), total)
     return total
+
+
+def carry(tangent: TangentModel, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor], total: Tensor) -> None:
+    """total (k, p) += Jᵀ middle(f, J v) of one batch, for f and J v with one row a position."""
+
+    def between(f: Tensor, jv: Tensor) -> Tensor:  # f (n, ..., c), jv (k, n, ..., c)
+        flat = flat_outputs(f)
+        return middle(flat, jv.reshape(len(jv), *flat.shape).to(flat)).reshape(jv.shape)
+
+    if len(v) == 1:  # forward mode beside the graph of the reverse pass: one run for both
+        total[0].add_(tangent.through_at(x, v[0], lambda f, jv: between(f, jv.unsqueeze(0))[0])[1])
+        return
+    for some, into in zip(v.split(AT_ONCE), total.split(AT_ONCE), strict=True):
+        f, jv = tangent.jvps(x, some)
+        into.add_(tangent.vjps(x, between(f.detach(), jv.detach())))
+
+
+def pieces(tangent: TangentModel, x: Any, y: Any, k: int) -> Iterator[tuple[Any, Any]]:
+    """A batch in pieces of as many examples as k vectors are best run with: whole, unless there are convolutions."""
+    n, size = len(y), max(1, TOGETHER // min(k, AT_ONCE))
+    if n <= size or not any(isinstance(m, _ConvNd) for m in tangent.model.modules()) or not tangent.separable(x):
+        yield x, y
+        return
+    for start in range(0, n, size):
+        index = slice(start, start + size)
+        yield tree.rows_of(x, index), y[index]
+
+
+# -- the middle ---------------------------------------------------------------------------------------------------
 
 
 def output_curvature(likelihood: Likelihood, f: Tensor, v: Tensor) -> Tensor:
     """Λ v at outputs f (m, c), at the likelihood's own noise: v (k, m, c) -> (k, m, c)."""
+    weights = likelihood.curvature_weights("exact")
+    if len(weights) == 1:
+        out = unit_curvature(likelihood, f, v)
+        return out * weights[0].to(out)
     root = likelihood.hessian_root(f)  # (m, c, q), unit scale
-    weights = likelihood.curvature_weights("exact").to(root)
     inner = torch.einsum("mcq,kmc->kmq", root, v.to(root))
-    return torch.einsum("mcq,kmq->kmc", root, inner * (weights if len(weights) > 1 else weights[0]))
+    return torch.einsum("mcq,kmq->kmc", root, inner * weights.to(root))
+
+
+@functools.singledispatch
+def unit_curvature(likelihood: Likelihood, f: Tensor, v: Tensor) -> Tensor:
+    """S Sᵀ v at unit scale, v (k, m, c)."""
+    root = likelihood.hessian_root(f)
+    return torch.einsum("mcq,kmq->kmc", root, torch.einsum("mcq,kmc->kmq", root, v.to(root)))
+
+
+@unit_curvature.register
+def _(likelihood: Categorical, f: Tensor, v: Tensor) -> Tensor:
+    p = torch.softmax(f, -1)  # p∘v − p pᵀv: no matrix of outputs by outputs
+    pv = p * v.to(p)
+    return pv - p * pv.sum(-1, keepdim=True)
+
+
+@functools.singledispatch
+def colored(likelihood: Likelihood, f: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """S e for k standard normal e, which has the covariance Λ at unit scale: (k, m, c)."""
+    root = likelihood.hessian_root(f)
+    return torch.einsum("mcq,kmq->kmc", root, _normal((k, len(root), root.shape[-1]), generator, root))
+
+
+@colored.register
+def _(likelihood: Categorical, f: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    p = torch.softmax(f, -1)
+    e = p.sqrt() * _normal((k, *p.shape), generator, p)  # (diag √p − p √pᵀ) e
+    return e - p * e.sum(-1, keepdim=True)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
 
 
 def gauss_newton(

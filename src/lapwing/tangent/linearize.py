@@ -334,6 +334,11 @@ class TangentModel:
     def through(self, x: Any, v: Tensor, middle: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """J(x) v (n, ..., c) and Σ_n J(x_n)ᵀ u_n (p,) for u = middle(J v), v (p,), by one run of the network: forward
         mode beside the graph of the reverse pass; by a run each where a kernel has no forward mode."""
+        return self.through_at(x, v, lambda _, jv: middle(jv))
+
+    @torch.inference_mode(False)
+    def through_at(self, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The same for u = middle(f, J v), which sees the outputs of that run."""
         if self.route.get("through", "one") == "one":
             try:
                 return self._through(x, v, middle)
@@ -343,10 +348,11 @@ class TangentModel:
                 if not forward_mode_missing(error):
                     raise
                 self.route["through"] = "two"
-        jv = self.jvps(x, v.unsqueeze(0))[1][0].detach()
-        return jv, self.vjps(x, middle(jv).unsqueeze(0))[0]
+        f, pushed = self.jvps(x, v.unsqueeze(0))
+        jv = pushed[0].detach()
+        return jv, self.vjps(x, middle(f.detach(), jv).unsqueeze(0))[0]
 
-    def _through(self, x: Any, v: Tensor, middle: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _through(self, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         along = self.layout.unflatten(v)
         with evaluating(self.model), plain_kernels(), torch.enable_grad():
             leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
@@ -354,7 +360,7 @@ class TangentModel:
                 duals = {n: forward_ad.make_dual(leaf, along[n].to(leaf)) for n, leaf in leaves.items()}
                 f, pushed = forward_ad.unpack_dual(self.apply(duals, x))
                 jv = torch.zeros_like(f) if pushed is None else pushed.detach().clone()
-            u = middle(jv).to(f)  # outside the dual level, lest the reverse pass be pushed forward too
+            u = middle(f.detach(), jv).to(f)  # outside the dual level, lest the reverse pass be pushed forward too
             if not f.requires_grad:
                 return jv, v.new_zeros(self.layout.size)
             reverse = lambda: torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)  # noqa: E731
