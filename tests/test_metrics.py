@@ -239,7 +239,7 @@ def test_intervals_of_draws_are_their_quantiles_and_pit_their_ranks():
     assert_close(m.pit(draws, y), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
     counts = torch.tensor([[0.0], [1.0], [1.0], [2.0]])
     assert m.pit(counts, torch.tensor([1.0])).item() == 0.5  # ties count half
-    assert m.coverage(counts, torch.tensor([[1.0]])[0], 0.5) == 1
+    assert m.coverage(torch.ones(4, 1), torch.ones(1), 0.5) == 1  # an interval has its ends
 
 
 def test_right_predictions_cover_as_they_say_and_their_pit_is_uniform():
