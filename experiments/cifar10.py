@@ -1,0 +1,460 @@
+"""CIFAR-10 by trained ResNets: what Laplace approximations make of their probabilities, in one table.
+
+    LAPWING_DATA=<folder> LAPWING_CIFAR_TRAIN=<cifar10_train.npz> python experiments/cifar10.py [--rows map ...]
+
+LAPWING_CIFAR_TRAIN names a file with the 50,000 training images, x (n, 32, 32, 3) uint8 and y. The networks were
+trained on all of them, so labels that were held out can only come from the test set: rows that use labels choose among
+a few settings by the NLL of 1,000 random test images and are scored on the other 9,000, for each of five choices of the
+1,000; an image's score is its mean over the choices that leave it to be scored. Rows without labels are scored on all
+10,000. Differences between rows are paired, image by image.
+
+What takes long (logits, curvature, covariances of outputs) is kept in LAPWING_CACHE (out/cifar10 unless set). Rows that
+are run again replace their entries in `results/cifar10.json`, and the table of `docs/cifar10.md` is written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from statistics import mean
+from typing import Any
+
+import torch
+from _networks import data, images, resnet, train_file
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing import metrics
+from lapwing.curvature.capture import Capture
+from lapwing.operators import linalg
+from lapwing.posterior import curvature
+from lapwing.predictive.link import DRAWS, closed_form, psd_root, quasi_normal
+
+from _common import clocks, machine, versions  # isort: skip  (benchmarks/, which _networks puts on the path)
+
+HERE = pathlib.Path(__file__).parent
+RESULTS, PAGE = HERE / "results" / "cifar10.json", HERE.parent / "docs" / "cifar10.md"
+CACHE = pathlib.Path(os.environ.get("LAPWING_CACHE", HERE.parent / "out" / "cifar10"))
+SPLITS, HELD_OUT, BINS, BATCH, SHARDS = 5, 1_000, 15, 128, 5
+BASELINES = ("map", "temperature", "isotropic:labels:monte_carlo")
+LIKELIHOOD = lw.likelihoods.Categorical()
+
+
+# -- the data ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    depth: int
+
+    @cached_property
+    def net(self) -> nn.Module:
+        return resnet(self.depth)
+
+    @cached_property
+    def test(self) -> tuple[Tensor, Tensor]:
+        return images(data("cifar10/cifar10_test.npz"))
+
+    @cached_property
+    def ood(self) -> Tensor:
+        """Street numbers, which no class fits."""
+        return images(data("svhn_test_2000.npz"))[0]
+
+    @cached_property
+    def train(self) -> tuple[Tensor, Tensor]:
+        return images(train_file())
+
+    def path(self, name: str) -> pathlib.Path:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        return CACHE / f"resnet{self.depth}_{name}"
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was made before, with its CPU seconds, or else made now."""
+        path = self.path(f"{name}.pt")
+        if not path.is_file():
+            taken, found = clocks(make)
+            torch.save((found, taken["cpu"]), path)
+        return torch.load(path, weights_only=True)
+
+    @cached_property
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """Of the test images and of the street numbers."""
+        return self.kept("logits", lambda: tuple(forward(self.net, x) for x in (self.test[0], self.ood)))[0]
+
+    @cached_property
+    def units(self) -> dict[str, float]:
+        """CPU seconds of a forward pass and of a gradient epoch over the training images, from 1,000 of them."""
+        x, y = self.test[0][:1000], self.test[1][:1000]
+        forward(self.net, x[:BATCH])
+        passes = [clocks(lambda: forward(self.net, x))[0]["cpu"] for _ in range(3)]
+        epochs = [clocks(lambda: gradient(self.net, x, y))[0]["cpu"] for _ in range(2)]
+        return {"forward": 50 * min(passes), "gradient": 50 * min(epochs)}
+
+    @cached_property
+    def splits(self) -> list[Tensor]:
+        """Which test images are scored (True), and which are held out for choosing, (n,) for each choice."""
+        out = []
+        for seed in range(SPLITS):
+            scored = torch.ones(len(self.test[1]), dtype=torch.bool)
+            scored[torch.randperm(len(scored), generator=torch.Generator().manual_seed(seed))[:HELD_OUT]] = False
+            out.append(scored)
+        return out
+
+
+def forward(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([net(batch) for batch in x.split(BATCH)])
+
+
+def gradient(net: nn.Module, x: Tensor, y: Tensor) -> None:
+    for batch, target in zip(x.split(BATCH), y.split(BATCH), strict=True):
+        nn.functional.cross_entropy(net(batch), target, reduction="sum").backward()
+    net.zero_grad()
+
+
+# -- scores ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Class probabilities under each of g settings, of the test images (g, n, c) and of the street numbers (g, m, c).
+    With more than one setting, held-out labels choose."""
+
+    probs: Tensor
+    ood: Tensor
+    settings: list[Any] = field(default_factory=list)
+    cost: dict[str, float] = field(default_factory=dict)  # CPU seconds by what they were spent on
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def of_each(probs: Tensor, y: Tensor) -> Tensor:
+    """NLL, Brier score and whether the guess is right, for each image, (n, 3)."""
+    return torch.stack([metric(probs, y, each=True) for metric in (metrics.nll, metrics.brier, metrics.accuracy)], -1)
+
+
+def entropy(probs: Tensor) -> Tensor:
+    return -torch.xlogy(probs, probs).sum(-1)
+
+
+def scored(problem: Problem, answers: Answers) -> tuple[dict[str, Any], Tensor]:
+    """The figures of a row, and those of each image, (n, 3)."""
+    y = problem.test[1]
+    each = torch.stack([of_each(probs, y) for probs in answers.probs])  # (g, n, 3)
+    labels = len(each) > 1
+    splits = problem.splits if labels else [torch.ones(len(y), dtype=torch.bool)]
+    best = [int(each[:, ~s, 0].mean(1).argmin()) if labels else 0 for s in splits]
+    counts = torch.stack(splits).double()
+    mine = torch.stack([each[b] for b in best])  # (splits, n, 3)
+    if not bool((counts.sum(0) > 0).all()):
+        raise RuntimeError("an image was held out in every split; take other seeds")
+    image = (mine * counts.unsqueeze(-1)).sum(0) / counts.sum(0).unsqueeze(-1)
+    by_split = torch.stack([m[s, 0].mean() for m, s in zip(mine, splits, strict=True)])
+    known, unknown = ([entropy(p[b]) for b in best] for p in (answers.probs, answers.ood))
+    out: dict[str, Any] = {
+        "nll": float(image[:, 0].mean()),
+        "nll_standard_error": float(image[:, 0].std() / math.sqrt(len(y))),
+        "accuracy": float(image[:, 2].mean()),
+        "brier": float(image[:, 1].mean()),
+        "ece": mean([metrics.ece(answers.probs[b][s], y[s], BINS) for b, s in zip(best, splits, strict=True)]),
+        "auroc": mean([metrics.auroc(a, b) for a, b in zip(known, unknown, strict=True)]),
+        "labels": HELD_OUT if labels else 0,
+    }
+    if labels:
+        out |= {"picked": [answers.settings[b] for b in best], "nll_sd_over_choices": float(by_split.std())}
+        out["nll_of_settings"] = [
+            [setting, round(float(e), 5)] for setting, e in zip(answers.settings, each[..., 0].mean(1), strict=True)
+        ]
+    return out, image
+
+
+# -- predictions from f ~ N(f, V) --------------------------------------------------------------------------------
+
+
+def probabilities(f: Tensor, cov: Tensor, link: str) -> Tensor:
+    """E softmax(f): by 512 quasi-random draws with the full covariance for link="monte_carlo"."""
+    closed = closed_form(LIKELIHOOD, link, f, cov)
+    if closed is not None:
+        return closed
+    noise, out = quasi_normal(DRAWS, f.shape[-1]).float(), []
+    for mu, v in zip(f.split(500), cov.split(500), strict=True):
+        out.append((mu.unsqueeze(-2) + noise @ psd_root(v.double()).float().mT).softmax(-1).mean(-2))
+    return torch.cat(out)
+
+
+def covariances(
+    state: Any, x: Tensor, precisions: list[float], together: int = 1, size: int = 16
+) -> tuple[Tensor, Tensor]:
+    """f and J (G + δI)⁻¹ Jᵀ for several δ, with J Jᵀ last, by one set of backward passes: in the eigenbasis of G only
+    the weights of the squares depend on δ. (d + 1, n/t, t·c, t·c), jointly over t inputs in a row."""
+    capture, out, fs = Capture(state.tangent, state.parts), [], []
+    turned = {part.name: _basis(op) for part, op in zip(state.parts, curvature(state, LIKELIHOOD).parts, strict=True)}
+    for batch in x.split(size):
+        record = capture.run(batch)
+        f, views = record.f.detach(), record.views()
+        n, c = f.shape
+        gradients = record.pull(torch.eye(c).expand(n, c, c))
+        total = f.new_zeros(len(precisions) + 1, n // together, together * c, together * c)
+        for name, (ua, ub, values) in turned.items():
+            rows = _rows(views[name], gradients[name], ua, ub).reshape(n // together, together * c, -1)
+            for i, precision in enumerate(precisions):
+                half = rows * (values + precision).rsqrt()
+                total[i] += half @ half.mT
+            total[-1] += rows @ rows.mT
+        fs.append(f)
+        out.append(total)
+    return torch.cat(fs), torch.cat(out, 1)
+
+
+def _basis(op: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Eigenvectors (those of A and of B for a Kronecker product) and eigenvalues of a block of G."""
+    if isinstance(op, lw.operators.Kronecker):
+        l, ua, m, ub = op.decomposition
+        assert ua is not None
+        return ua.float(), ub.float(), (op.factor * m.unsqueeze(-1) * l.unsqueeze(-2)).flatten().float()
+    values, vectors = torch.linalg.eigh(linalg.to_dense(op))
+    return vectors.float(), None, values.clamp(min=0).float()
+
+
+def _rows(view: Any, g: Tensor, ua: Tensor, ub: Tensor | None) -> Tensor:
+    """A layer's rows of J in the eigenbasis, (n, c, p)."""
+    if ub is None:
+        return (view.outer(g).flatten(2) @ ua).transpose(0, 1)
+    return view.rotated(ua).outer(torch.einsum("knsbo,boq->knsbq", g, ub)).flatten(2).transpose(0, 1).contiguous()
+
+
+Pair = tuple[Tensor, Tensor]  # of the test images and of the street numbers
+
+
+def settled(f: Pair, cov: Pair, link: str, **more: Any) -> Answers:
+    """Answers from f and covariances (g, n, c, c)."""
+    probs = [torch.stack([probabilities(a, one, link) for one in b]) for a, b in zip(f, cov, strict=True)]
+    return Answers(probs[0], probs[1], **more)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+def network(problem: Problem) -> dict[str, Answers]:
+    probs = [f.softmax(-1).unsqueeze(0) for f in problem.logits]
+    return {"": Answers(probs[0], probs[1])}
+
+
+def temperature(problem: Problem) -> dict[str, Answers]:
+    scales = torch.logspace(-0.1, 0.5, 61)
+    probs = [torch.stack([(f / t).softmax(-1) for t in scales]) for f in problem.logits]
+    return {"": Answers(probs[0], probs[1], [round(float(t), 4) for t in scales])}
+
+
+LINKS = ("probit", "probit_centered", "monte_carlo")
+
+
+def last_layer(structure: str) -> Callable[[Problem], dict[str, Answers]]:
+    """Laplace over the last layer; prior precision by the evidence at the trained weights."""
+
+    def row(problem: Problem) -> dict[str, Answers]:
+        def fit() -> lw.Laplace:
+            la = lw.laplace(problem.net, problem.train, "categorical", subset="last_layer", structure=structure)
+            float(la.log_evidence())
+            return la
+
+        fitted, la = clocks(fit)
+        tuned, la = clocks(lambda: la.tuned(center="map"))
+        taken, found = clocks(lambda: [predicted(la, x) for x in (problem.test[0], problem.ood)])
+        f, cov = ((found[0][i], found[1][i]) for i in (0, 1))
+        cost = {"fit": fitted["cpu"], "tune": tuned["cpu"], "predict": taken["cpu"]}
+        about = {"prior_precision": float(la.prior.precision), "log_evidence": float(la.log_evidence())}
+        return {link: settled(f, cov, link, cost=cost, about=about) for link in LINKS}
+
+    return row
+
+
+def predicted(la: lw.Laplace, x: Tensor) -> tuple[Tensor, Tensor]:
+    """f and its covariance (1, n, c, c)."""
+    found = [la.predict(batch) for batch in x.split(BATCH)]
+    return torch.cat([p.f_mean for p in found]), torch.cat([p.covariance.float() for p in found]).unsqueeze(0)
+
+
+# All layers by Kronecker factors. The training showed the network VIEWS of each image: crops of 32 x 32 pixels after
+# padding by 4, each flipped or not. Evidence "over views" takes every view for an example of its own.
+VIEWS = 162
+
+
+def kron_shard(problem: Problem, i: int) -> lw.Laplace:
+    """One of SHARDS parts of the training images, one sampled target for each image."""
+    x, y = (t.chunk(SHARDS)[i].split(BATCH) for t in problem.train)
+    factor, generator = lw.curvature.Factor("monte_carlo", 1), torch.Generator().manual_seed(i)
+    batches = list(zip(x, y, strict=True))
+    return lw.laplace(problem.net, batches, "categorical", structure="kron", factor=factor, generator=generator)
+
+
+def kron_state(problem: Problem) -> tuple[Any, float]:
+    """G over all weights and training images, and its CPU seconds. Shards are kept, and add."""
+    out, seconds = None, 0.0
+    for i in range(SHARDS):
+        path, note = problem.path(f"kron_{i}.safetensors"), problem.path(f"kron_{i}.seconds")
+        if not path.is_file():
+            taken, la = clocks(partial(kron_shard, problem, i))
+            la.save(path)
+            note.write_text(str(taken["cpu"]))
+        state = lw.load(path, problem.net).state
+        out, seconds = state if out is None else out + state, seconds + float(note.read_text())
+    return out, seconds
+
+
+def repeated(state: Any, times: float) -> Any:
+    """The state of the same data `times` over: states add."""
+    sums = {key: times * value for key, value in state.sums.items()}
+    return replace(state, sums=sums, statistics={k: times * v for k, v in state.statistics.items()}, cache={})
+
+
+def evidence_precision(state: Any) -> float:
+    """The prior precision that the evidence at the trained weights picks."""
+    prior = lw.priors.Gaussian(1.0).bind(state.layout)
+    return float(lw.tune.evidence(state, prior, LIKELIHOOD)[0].precision)
+
+
+def spread(problem: Problem, name: str, state: Any, precisions: list[float]) -> tuple[Pair, Pair, float]:
+    """f and covariances (d + 1, n, c, c) at the test images and the street numbers, kept a thousand at a time."""
+    pairs, seconds = [], 0.0
+    for kind, x in (("test", problem.test[0]), ("ood", problem.ood)):
+        found = []
+        for i, some in enumerate(x.split(1000)):
+            (held, f, cov), taken = problem.kept(
+                f"{name}_{kind}_{i}",
+                lambda some=some: (torch.tensor(precisions).double(), *covariances(state, some, precisions)),  # type: ignore[misc]
+            )
+            if not torch.allclose(held, torch.tensor(precisions).double(), rtol=1e-3):
+                raise SystemExit(f"{problem.path(name)}_* hold other precisions than {precisions}; remove them")
+            found.append((f, cov))
+            seconds += taken
+        pairs.append((torch.cat([f for f, _ in found]), torch.cat([cov for _, cov in found], 1)))
+    return (pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1]), seconds
+
+
+WEAK, STRONG = 0.1, [1e4, 2e4]  # prior precisions for labels to choose among, beside those of the evidence
+VARIANCES = torch.logspace(-0.4, 0.9, 14).tolist()  # mean variances of a logit for labels to choose among
+
+
+@lru_cache
+def kron_spread(problem: Problem) -> tuple[dict[str, float], Pair, dict[str, Pair], dict[str, float]]:
+    """Precisions by name, f, covariances by name and costs."""
+    state, fitted = kron_state(problem)
+    found = {"evidence": evidence_precision(state), "views": evidence_precision(repeated(state, VIEWS)) / VIEWS}
+    named = {"weak": WEAK, **found, **{f"{s:g}": s for s in STRONG}}
+    f, cov, taken = spread(problem, "kron", state, list(named.values()))
+    by_name = {name: (cov[0][i], cov[1][i]) for i, name in enumerate([*named, "isotropic"])}
+    return named, f, by_name, {"fit": fitted, "predict": taken}
+
+
+def one(cov: Pair, times: float = 1.0) -> Pair:
+    return times * cov[0].unsqueeze(0), times * cov[1].unsqueeze(0)
+
+
+def tempered(cov: dict[str, Pair], precisions: dict[str, float]) -> tuple[Pair, list[Any]]:
+    """Covariances at several temperatures, (g, n, c, c), by their mean variance of a logit; and the prior precision and
+    temperature of each."""
+    settings, parts = [], ([], [])  # type: ignore[var-annotated]
+    for name, pair in cov.items():
+        variance = float(pair[0].diagonal(dim1=-2, dim2=-1).mean())
+        for v in VARIANCES:
+            settings.append([precisions[name], round(v / variance, 6)])
+            for part, c in zip(parts, pair, strict=True):
+                part.append(c * (v / variance))
+    return (torch.stack(parts[0]), torch.stack(parts[1])), settings
+
+
+def kron(problem: Problem) -> dict[str, Answers]:
+    precisions, f, cov, cost = kron_spread(problem)
+    out = {}
+    for link in LINKS:
+        for name, times in (("evidence", 1.0), ("views", VIEWS)):
+            about = {"prior_precision": times * precisions[name], "likelihood_power": times}
+            out[f"{name}:{link}"] = settled(f, one(cov[name], 1 / times), link, cost=cost, about=about)
+    strong = ["evidence", *(f"{s:g}" for s in STRONG)]
+    by_name = [torch.stack([cov[name][i] for name in strong]) for i in (0, 1)]
+    settings = [precisions[name] for name in strong]
+    out["labels:monte_carlo"] = settled(f, (by_name[0], by_name[1]), "monte_carlo", settings=settings, cost=cost)
+    for name in ("weak", "views", "evidence"):
+        both, pairs = tempered({name: cov[name]}, precisions)
+        out[f"labels_temperature_{name}:monte_carlo"] = settled(f, both, "monte_carlo", settings=pairs, cost=cost)
+    return out
+
+
+def isotropic(problem: Problem) -> dict[str, Answers]:
+    """N(θ*, I/s): no curvature at all, s by labels; J Jᵀ is exact."""
+    _, f, cov, cost = kron_spread(problem)
+    both, pairs = tempered({"isotropic": cov["isotropic"]}, {"isotropic": 1.0})
+    settings = [1 / t for _, t in pairs]
+    return {"labels:monte_carlo": settled(f, both, "monte_carlo", settings=settings, cost={"predict": cost["predict"]})}
+
+
+ROWS: dict[str, Callable[[Problem], dict[str, Answers]]] = {
+    "map": network,
+    "temperature": temperature,
+    "last_layer_full": last_layer("full"),
+    "last_layer_kron": last_layer("kron"),
+    "isotropic": isotropic,
+    "kron": kron,
+}
+
+
+# -- the file and the page ---------------------------------------------------------------------------------------
+
+
+def run(problem: Problem, name: str, records: dict[str, Any]) -> None:
+    for variant, answers in ROWS[name](problem).items():
+        label = f"{name}:{variant}" if variant else name
+        record, image = scored(problem, answers)
+        torch.save(image, problem.path(f"images_{label.replace(':', '_')}.pt"))
+        record |= {"cost": answers.cost, **answers.about, "date": datetime.date.today().isoformat()}
+        if answers.cost:
+            record["units"] = problem.units
+        records[label] = record
+        print(label, *(f"{key} {record[key]:.5f}" for key in ("nll", "accuracy", "ece", "auroc")), flush=True)
+
+
+def difference(a: Tensor, b: Tensor) -> dict[str, float]:
+    found = metrics.paired(a, b)
+    return {"difference": found.value, "standard_error": found.standard_error}
+
+
+def compared(problem: Problem, records: dict[str, Any]) -> None:
+    """Paired differences of NLL to the baselines."""
+    images_of = {label: problem.path(f"images_{label.replace(':', '_')}.pt") for label in records}
+    each = {label: torch.load(path, weights_only=True)[:, 0] for label, path in images_of.items() if path.is_file()}
+    for label, own in each.items():
+        others = [b for b in BASELINES if b in each and b != label]
+        records[label]["against"] = {b: difference(own, each[b]) for b in others}
+
+
+def write(depth: int, records: dict[str, Any]) -> None:
+    stored = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"experiment": "cifar10", "networks": {}}
+    stored["networks"][f"resnet{depth}"] = records
+    stored |= {"machine": machine(), "versions": versions("torch", "numpy", "lapwing")}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--depth", type=int, default=20, choices=(20, 32, 44, 56))
+    args = parser.parse_args()
+    problem = Problem(args.depth)
+    stored = json.loads(RESULTS.read_text())["networks"] if RESULTS.is_file() else {}
+    records = stored.get(f"resnet{args.depth}", {})
+    for name in args.rows:
+        run(problem, name, records)
+        compared(problem, records)
+        write(args.depth, records)
+
+
+if __name__ == "__main__":
+    main()
