@@ -39,6 +39,7 @@ STRUCTURES = {
     "ekfac": curvature.EigenKronecker,
     "block": curvature.Block,
     "diag": curvature.Diagonal,
+    "lowrank": curvature.LowRank,
 }
 LIKELIHOODS = {
     "gaussian": likelihoods.Gaussian,
@@ -153,7 +154,18 @@ class Laplace:
         dropped = self.prior.counts_dropped() if isinstance(self.prior, priors.GPrior) else {}
         for name, n in dropped.items():
             out[name] += f"; {n} of {self.state.layout.numel(name)} weights dropped by the g-prior: no curvature"
+        for name, share in self._captured[1].items():
+            out[name] += f"; {100 * share:.1f} % of its curvature"
         return out
+
+    @property
+    def _captured(self) -> tuple[str, dict[str, float]]:
+        """How much of the total curvature a low rank has, in words, and of each parameter's; none elsewhere."""
+        if not isinstance(self.state.structure, curvature.LowRank):
+            return "", {}
+        weights = self.likelihood.curvature_weights(self.state.factor.kind).to(self.tangent.device)
+        total, shares = self.state.structure.captured(self.state, weights.expand(self.state.weights))
+        return f" with {100 * total:.1f} % of the curvature", shares
 
     # -- evidence -------------------------------------------------------------------------------------------------
 
@@ -364,7 +376,8 @@ class Laplace:
         noise = "".join(f", {k}={_numbers(v)}" for k, v in self.likelihood.hyperparameters.items())
         shown += "" if self.temperature == 1.0 else f"; temperature {self.temperature:.3g}"
         return (
-            f"Laplace({self.likelihood.name}{noise}; {self.state.structure}, {self.state.factor} factor; "
+            f"Laplace({self.likelihood.name}{noise}; {self.state.structure}{self._captured[0]}, "
+            f"{self.state.factor} factor; "
             f"{self.state.layout.size:,} parameters, {self.state.n:,} examples; prior precision {shown}; {how})"
         )
 

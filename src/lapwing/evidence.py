@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lapwing.center import Center
-from lapwing.curvature import Block, Diagonal, Full, State
+from lapwing.curvature import Block, Diagonal, Full, LowRank, State
 from lapwing.errors import InvalidValue
 from lapwing.operators import linalg
 from lapwing.posterior import curvature
@@ -76,22 +76,25 @@ def partitioned(states: Sequence[State], prior: Any, likelihood: Any, center: Ce
     quadratic = 0.5 * (prior.precision.reshape(-1) * scatter(states[0], prior, center)).sum()
     occam = 0.5 * torch.stack([log_det_ratio(state, prior, likelihood) for state in states]).sum()
     kept = {bound(state) for state in states}
-    label = BOUNDS["neither"] if BOUNDS["neither"] in kept else BOUNDS["lower"]
+    label = BOUNDS["lower"] if kept <= {BOUNDS["exact"], BOUNDS["lower"]} else BOUNDS["neither"]
     return Evidence(fit - quadratic - occam, fit, quadratic, occam, kept.pop() if len(states) == 1 else label)
 
 
 BOUNDS = {
     "exact": "exact",
     "lower": "lower bound of the full curvature's",
+    "upper": "upper bound of the full curvature's",
     "neither": "neither a bound nor exact",
 }
 
 
 def bound(state: State) -> str:
-    """log|G + A| only grows as blocks of G are dropped (Fischer, Hadamard), if what is kept is exact."""
+    """log|G + A| only grows as blocks of G are dropped (Fischer, Hadamard), if what is kept is exact, and shrinks as
+    eigenvalues are."""
     if state.factor.kind != "exact":
         return BOUNDS["neither"]
-    return BOUNDS[{Full: "exact", Block: "lower", Diagonal: "lower"}.get(type(state.structure), "neither")]
+    kinds: dict[type, str] = {Full: "exact", Block: "lower", Diagonal: "lower", LowRank: "upper"}
+    return BOUNDS[kinds.get(type(state.structure), "neither")]
 
 
 def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:

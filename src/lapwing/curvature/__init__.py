@@ -6,6 +6,7 @@ from lapwing.curvature.ekfac import EigenKronecker
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.full import Full
 from lapwing.curvature.layered import Block, Diagonal, Kronecker
+from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State
 
@@ -17,6 +18,7 @@ __all__ = [
     "Factor",
     "Full",
     "Kronecker",
+    "LowRank",
     "Part",
     "Probe",
     "State",

@@ -20,7 +20,7 @@ from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.data import check_finite
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Blocks, RootPlusDiagonal
+from lapwing.operators import Blocks, Dense, HeldRows, RootPlusDiagonal
 from lapwing.posterior import Gaussian
 from lapwing.predictive import structured
 from lapwing.predictive.prediction import Prediction
@@ -80,7 +80,7 @@ def _too_many(tangent: TangentModel, x: Any) -> bool:
 def latent(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budget: int) -> tuple[Tensor, Tensor]:
     """f (n, ..., c) and J Σ Jᵀ: (n, ..., c, c), or (n, c, n, c) if joint."""
     precision = posterior.precision
-    if isinstance(precision, RootPlusDiagonal):
+    if isinstance(precision, RootPlusDiagonal) and not isinstance(precision.rows, HeldRows):
         return _dual(tangent, posterior, x, joint, budget)
     parts = posterior.parts or cover(tangent, x)
     fs, covs = [], []
@@ -119,9 +119,10 @@ def runs(
 
 
 def _dense(maker: RowMaker, posterior: Gaussian, x: Any, record: Record, joint: bool, budget: int) -> Tensor:
-    """One dense precision: rows of the Jacobian, in pieces."""
+    """One precision in memory: rows of the Jacobian, in pieces."""
     f = record.f.detach()
-    outer = None if joint else maker.head(record) or maker.outer(record, _units(f))
+    whole = joint or not isinstance(posterior.precision, Dense)  # which has a rule for outer products
+    outer = None if whole else maker.head(record) or maker.outer(record, _units(f))
     if outer is not None:
         return posterior.covariance(outer).reshape(*f.shape, f.shape[-1])
     pieces = maker.rows(record, x, _units(f), budget // 6)

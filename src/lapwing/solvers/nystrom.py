@@ -71,7 +71,8 @@ def from_sketch(sketch: Tensor, tests: Tensor) -> Nystrom:
     if size == 0:
         return Nystrom(core.new_zeros(len(core)), q.mT.contiguous(), 0.0)
     eps = torch.finfo(core.dtype).eps
-    shift = max(eps * float(torch.linalg.matrix_norm(y)) * len(core) ** 0.5, -2 * least)
+    # no less than what rounding has made of the core, which its skew part tells for products in a coarse dtype
+    shift = max(eps * float(torch.linalg.matrix_norm(y)) * len(core) ** 0.5, -2 * least, skew)
     factor = torch.linalg.cholesky(core + shift * torch.eye(len(core), dtype=core.dtype, device=core.device))
     half = torch.linalg.solve_triangular(factor, y + shift * q.mT, upper=False)  # halfᵀ half = Ĝ + νI on its range
     _, s, v = torch.linalg.svd(half, full_matrices=False)

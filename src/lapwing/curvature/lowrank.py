@@ -1,0 +1,164 @@
+"""Low rank: G ≈ Ĝ = Rᵀ R, R (k, p), with the prior whole in the complement; precision Rᵀ R + A by Woodbury.
+
+    Y = Ω G = Σ_n Σ_j (Ω r) rᵀ,    r = J_nᵀ u_j,        Ĝ = Yᵀ (Ω Yᵀ)⁺ Y        (solvers/nystrom.py)
+
+One pass: Ω (k, p) is pseudorandom, the same for all, so that sketches of shards add. Each pass more takes Ω from the
+range of the last sketch (subspace iteration), and comes nearer to the top k eigenpairs of G: such sums add only with a
+shared Ω, which the state keeps. Always Ĝ ⪯ G. Beside it, tr G of each parameter is summed exactly, which tells how much
+Ĝ has of it. Noise per output gives one sketch an output, of rank k each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
+from lapwing.curvature.cover import cover
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.full import physical_memory
+from lapwing.curvature.parts import Part
+from lapwing.curvature.rows import RowMaker
+from lapwing.curvature.state import State
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import Diagonal, HeldRows, RootPlusDiagonal
+from lapwing.solvers.nystrom import from_sketch
+from lapwing.tangent import TangentModel
+
+COPIES = 6  # of (k, p) in float64 that are held at once, at the most
+
+
+@dataclass(frozen=True)
+class LowRank:
+    rank: int = 100
+    passes: int = 1  # over the data
+    memory_budget: int = field(default=BUDGET, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.passes < 1:
+            raise InvalidValue(f"lowrank needs a rank and passes of at least 1, got {self.rank} and {self.passes}")
+
+    def __str__(self) -> str:
+        return f"lowrank (rank {self.rank}{f', {self.passes} passes' if self.passes > 1 else ''})"
+
+    @property
+    def first(self) -> LowRank | None:
+        """The structure of the passes before the last, from whose sketch that takes its test vectors."""
+        return replace(self, passes=self.passes - 1) if self.passes > 1 else None
+
+    def resolved(self, probe: Probe, factor: Factor) -> LowRank:
+        if factor.kind == "hessian":
+            raise InvalidValue("structure='lowrank' needs a curvature without negative eigenvalues; use factor='exact'")
+        rank = min(self.rank, probe.parameters)
+        size = 8 * COPIES * rank * probe.parameters
+        if size > physical_memory():
+            raise InvalidValue(
+                f"a sketch of rank {rank} of {probe.parameters:,} parameters takes {size / 1e9:.3g} GB; use a smaller "
+                "rank, subset=, or structure='kron' or 'diag'"
+            )
+        return replace(self, rank=rank)
+
+    def start(
+        self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe, basis: State | None = None
+    ) -> Accumulator:
+        parts, groups = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
+        if basis is None:
+            tests = pseudorandom(self.rank, tangent).expand(groups, -1, -1)
+            return SketchSum(tangent, parts, tests, {}, self.memory_budget)
+        tests = self._tests(basis)
+        if len(tests) != groups:
+            raise InvalidValue(
+                f"the basis has {len(tests)} curvature weights and the likelihood {groups}; fit both with the same "
+                "likelihood"
+            )
+        return SketchSum(tangent, parts, tests, {"tests": tests}, self.memory_budget)
+
+    def _tests(self, basis: State) -> Tensor:
+        """Ω of a state of this structure; or, from one of a pass fewer, an orthonormal basis of its sketch's range."""
+        if not isinstance(basis, State) or basis.structure not in (self, self.first):
+            raise InvalidValue(f"basis must be a state of structure {self} or {self.first}, got {basis!r}")
+        if basis.structure == self:
+            return basis.basis["tests"]
+        return torch.linalg.qr(basis.sums["sketch"].mT)[0].mT.contiguous()
+
+    def operator(self, state: State, weights: Tensor) -> RootPlusDiagonal:
+        if "root" not in state.cache:
+            sketches = state.sums["sketch"]
+            tests = state.basis["tests"] if state.basis else [pseudorandom(self.rank, state.tangent)] * len(sketches)
+            roots = [from_sketch(sketch, test).root for sketch, test in zip(sketches, tests, strict=True)]
+            state.cache["root"] = torch.cat(roots)
+        root = state.cache["root"]
+        index = torch.arange(len(weights), device=weights.device).repeat_interleave(len(root) // len(weights))
+        own = Diagonal(weights, len(root), None if len(weights) == 1 else index)
+        return RootPlusDiagonal(HeldRows(root), own, cache=state.cache)
+
+    def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        return dict.fromkeys(tangent.layout.names, f"rank {self.rank} of the whole network, and the prior")
+
+    def captured(self, state: State, weights: Tensor) -> tuple[float, dict[str, float]]:
+        """tr Ĝ / tr G, and the same for each parameter; 1 where there is no curvature."""
+        op = self.operator(state, weights.detach())
+        entries = torch.einsum("kp,kp,k->p", op.rows.block(0, op.size), op.rows.block(0, op.size), op.weights.dense())
+        own = torch.stack([entries[columns].sum() for columns in state.layout.slices().values()])
+        true = weights.detach() @ state.sums["trace"]  # (parameters,)
+        shares = torch.where(true > 0, own / true, 1.0).tolist()
+        total = float(own.sum() / true.sum()) if bool(true.any()) else 1.0
+        return total, dict(zip(state.layout.names, shares, strict=True))
+
+
+class SketchSum:
+    """Y (h, k, p) and tr G (h, parameters), one each a curvature weight, in float64; products in the network's dtype,
+    float32 or better."""
+
+    def __init__(
+        self,
+        tangent: TangentModel,
+        parts: tuple[Part, ...],
+        tests: Tensor,  # Ω (h, k, p)
+        basis: dict[str, Tensor],
+        budget: int,
+    ) -> None:
+        self.maker, self.budget, self.basis = RowMaker(tangent, parts), budget, basis
+        self.tests = tests.to(torch.promote_types(tangent.dtype, torch.float32))
+        self.slices = list(tangent.layout.slices().values())
+        self.sketch = torch.zeros(tests.shape, dtype=torch.float64, device=tangent.device)
+        self.trace = torch.zeros(len(tests), len(self.slices), dtype=torch.float64, device=tangent.device)
+
+    def forward(self, x: Any) -> Tensor:
+        self.record = self.maker.run(x)
+        return self.record.f.detach()
+
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        groups = len(self.sketch)
+        for rows in self.maker.rows(self.record, x, u, self.budget // 4):  # (n, K, p)
+            for g, tests in enumerate(self.tests):
+                mine = rows[:, g::groups].reshape(-1, rows.shape[-1]).to(tests)
+                self.sketch[g] += (mine @ tests.mT).mT @ mine
+                squares = torch.einsum("mp,mp->p", mine, mine).to(self.trace)
+                self.trace[g] += torch.stack([squares[columns].sum() for columns in self.slices])
+        del self.record
+
+    def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        return {"sketch": self.sketch, "trace": self.trace}, ()
+
+
+def pseudorandom(k: int, tangent: TangentModel) -> Tensor:
+    """Ω (k, p): entry (i, j) is uniform in [−½, ½), a hash of i and j (splitmix64), bit for bit the same on every
+    machine, so that no state needs to keep it. Source: Steele, Lea and Flood 2014."""
+    p = tangent.layout.size
+    rows = []
+    for i in range(k):
+        z = (torch.arange(1, p + 1) + i * p) * -7046029254386353131
+        z = (z ^ _right(z, 30)) * -4658895280553007687
+        z = (z ^ _right(z, 27)) * -7723592293110705685
+        rows.append(_right(z ^ _right(z, 31), 11).to(torch.float64) * 2.0**-53 - 0.5)
+    return torch.stack(rows).to(tangent.device)
+
+
+def _right(z: Tensor, bits: int) -> Tensor:
+    """z >> bits without its sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
