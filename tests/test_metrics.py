@@ -416,7 +416,13 @@ def test_all_kinds_of_prediction_get_the_same_sets():
     drawn = lw.Prediction(lw.likelihoods.Categorical(), logits, None, "monte_carlo", False, logits.expand(5, 7, 3))
     plain = m.joint_log_likelihood(torch.softmax(logits, -1)[None], y, 3, each=True)
     for pred in (still, drawn):
-        assert_close(m.joint_log_likelihood(pred, y, 3, draws=4, each=True), plain, rtol=0, atol=1e-10)
+        assert_close(m.joint_log_likelihood(pred, y, 3, each=True), plain, rtol=0, atol=1e-10)
+    with pytest.raises(InvalidValue, match="comes as draws"):
+        m.joint_log_likelihood(drawn, y, 3, draws=4)
+    with pytest.raises(InvalidValue, match="at least one"):
+        m.joint_log_likelihood(still, y, 3, draws=0)
+    with pytest.raises(InvalidValue, match="it is exact"):
+        m.joint_log_likelihood(gaussian_outputs(lw.likelihoods.Gaussian(0.4)), torch.zeros(7, 2).double(), 3, draws=4)
 
 
 # -- Predictions -------------------------------------------------------------------------------------------------
@@ -533,6 +539,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "joint label shape": (lambda: m.joint_log_likelihood(P[None], Y[:3]), r"\(s, n, c\)"),
     "kappa": (lambda: m.joint_log_likelihood(P[None], Y, 7), "kappa"),
     "no kappa": (lambda: m.joint_log_likelihood(P[None], Y, 0), "kappa"),
+    "draws of draws": (lambda: m.joint_log_likelihood(P[None], Y, 2, draws=9), "comes as draws"),
     "tau": (lambda: m.joint_log_likelihood(P[None], Y, 2, 0), "tau"),
     "nan log-probabilities": (lambda: m.dyadic(P * math.nan, 2), "NaN"),
     "log-probabilities shape": (lambda: m.dyadic(P[None], 2), r"\(s, n\)"),

@@ -17,7 +17,7 @@ from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 from lapwing.predictive import Prediction
 
 Gaussians: TypeAlias = tuple[Tensor, Tensor]  # mean and standard deviation, both of y's shape
-DRAWS = 1024  # of y, where a prediction is not Gaussian
+DRAWS = 1024  # of a prediction that has no closed form
 
 
 def class_probs(predicted: Prediction | Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

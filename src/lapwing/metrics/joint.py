@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Gaussian
-from lapwing.metrics.inputs import class_probs, tensor
+from lapwing.metrics.inputs import DRAWS, class_probs, tensor
 from lapwing.metrics.scores import mean_or_each
 from lapwing.predictive import Prediction
 
@@ -45,7 +45,7 @@ def joint_log_likelihood(
     kappa: int = 2,
     tau: int | None = None,
     *,
-    draws: int = 1024,
+    draws: int | None = None,
     generator: torch.Generator | None = None,
     each: Literal[False] = False,
 ) -> float: ...
@@ -56,7 +56,7 @@ def joint_log_likelihood(
     kappa: int = 2,
     tau: int | None = None,
     *,
-    draws: int = 1024,
+    draws: int | None = None,
     generator: torch.Generator | None = None,
     each: Literal[True],
 ) -> Tensor: ...
@@ -66,15 +66,21 @@ def joint_log_likelihood(
     kappa: int = 2,
     tau: int | None = None,
     *,
-    draws: int = 1024,
+    draws: int | None = None,
     generator: torch.Generator | None = None,
     each: bool = False,
 ) -> float | Tensor:
     """The mean over sets of κ anchors of the log-likelihood of τ labels together.
 
     predicted: class probabilities (s, n, c) of s draws of one network, each the same network at all inputs; or a
-    Prediction with joint=True (`draws` are made of it; for Gaussian noise it is exact) or with draws of its own.
+    Prediction with joint=True (of which `draws` are made, 1,024 if None; for Gaussian noise it is exact) or with draws
+    of its own.
     """
+    exact = isinstance(predicted, Prediction) and isinstance(predicted.likelihood, Gaussian)
+    drawn = not isinstance(predicted, Prediction) or predicted.outputs is not None
+    if draws is not None and (drawn or exact or draws < 1):
+        why = "it comes as draws" if drawn else "it is exact" if exact else "at least one is needed"
+        raise InvalidValue(f"draws={draws} cannot be made of this prediction: {why}; leave draws out")
     if not isinstance(predicted, Prediction):
         if tensor(predicted, "the probabilities").ndim != 3 or predicted.shape[1:-1] != tensor(y, "the labels").shape:
             raise InvalidValue(
@@ -85,15 +91,15 @@ def joint_log_likelihood(
         return mean_or_each(dyadic(p.gather(-1, labels.unsqueeze(-1)).squeeze(-1).log(), kappa, tau, generator), each)
     if predicted.f_mean.ndim != 2:
         raise InvalidValue(f"a joint log-likelihood needs outputs (n, c), got {tuple(predicted.f_mean.shape)}")
-    if predicted.outputs is None and not predicted.joint:
+    if not drawn and not predicted.joint:
         raise InvalidValue("predictions were made input by input; predict with joint=True for a joint log-likelihood")
     y = tensor(y, "the targets").to(predicted.f_mean.device)
     predicted.likelihood.validate(predicted.f_mean, y)
     generator = generator or torch.Generator().manual_seed(0)
     anchors, counts = _sets(len(y), kappa, tau, generator)  # before any draw of f, so that all models get the same sets
-    if isinstance(predicted.likelihood, Gaussian) and predicted.outputs is None:
+    if exact and not drawn:
         return mean_or_each(_exact(predicted, y, anchors, counts), each)
-    f = predicted.outputs if predicted.outputs is not None else predicted.f_sample(draws, generator)
+    f = predicted.outputs if predicted.outputs is not None else predicted.f_sample(draws or DRAWS, generator)
     log_probs = predicted.likelihood.log_prob(f.double(), y.expand(len(f), *y.shape))
     return mean_or_each(_together(log_probs, anchors, counts), each)
 

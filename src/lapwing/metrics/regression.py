@@ -93,7 +93,7 @@ def sharpness(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) -
 
 
 def _quantile(ordered: Tensor, q: float) -> Tensor:
-    """Linear between order statistics, as torch.quantile, which takes no more than 2²⁴ numbers."""
+    """Linear between order statistics, as torch.quantile, which in older versions takes no more than 2²⁴ numbers."""
     place = q * (len(ordered) - 1)
     low = math.floor(place)
     return torch.lerp(ordered[low], ordered[min(low + 1, len(ordered) - 1)], place - low)
