@@ -20,6 +20,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -189,12 +190,13 @@ def probabilities(f: Tensor, cov: Tensor, link: str) -> Tensor:
 
 
 def covariances(
-    state: Any, x: Tensor, precisions: list[float], together: int = 1, size: int = 16
+    state: Any, x: Tensor, precisions: list[float], names: str = "", together: int = 1, size: int = 16
 ) -> tuple[Tensor, Tensor]:
     """f and J (G + δI)⁻¹ Jᵀ for several δ, with J Jᵀ last, by one set of backward passes: in the eigenbasis of G only
-    the weights of the squares depend on δ. (d + 1, n/t, t·c, t·c), jointly over t inputs in a row."""
+    the weights of the squares depend on δ. (d + 1, n/t, t·c, t·c), jointly over t inputs in a row; of the layers
+    alone whose names match the pattern `names`."""
     capture, out, fs = Capture(state.tangent, state.parts), [], []
-    turned = {part.name: _basis(op) for part, op in zip(state.parts, curvature(state, LIKELIHOOD).parts, strict=True)}
+    turned = {part.name: _basis(op) for part, op in blocks(state, names)}
     for batch in x.split(size):
         record = capture.run(batch)
         f, views = record.f.detach(), record.views()
@@ -210,6 +212,12 @@ def covariances(
         fs.append(f)
         out.append(total)
     return torch.cat(fs), torch.cat(out, 1)
+
+
+def blocks(state: Any, names: str = "") -> list[tuple[Any, Any]]:
+    """Parts of the network and their blocks of G."""
+    pairs = zip(state.parts, curvature(state, LIKELIHOOD).parts, strict=True)
+    return [(part, op) for part, op in pairs if re.match(names, part.name)]
 
 
 def _basis(op: Any) -> tuple[Tensor, Tensor | None, Tensor]:

