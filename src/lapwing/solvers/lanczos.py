@@ -12,7 +12,7 @@ and frozen. Source: Golub and Meurant 2010; Ubaru, Chen and Saad 2017.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,28 @@ class Lanczos:
         """e₁ᵀ f(T) e₁, (k,)."""
         values, vectors = torch.linalg.eigh(self.tridiagonal())
         return (vectors[:, 0].square() * function(values)).sum(-1)
+
+
+@torch.no_grad()
+def krylov(mv: Product, start: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """q and K q (p,) for q₁, q₂, ..., unit vectors that span start, K start, K² start, ..., in the memory of three.
+
+    By the recursion of three terms alone: rounding makes the q lose their orthogonality, repeats directions, and may
+    add some in the null space of K, which K q does not have. It ends after `steps`, or where the space is exhausted."""
+    q, before = start.to(torch.float64), torch.zeros_like(start, dtype=torch.float64)
+    if not float(q.norm()) > 0:
+        raise InvalidValue("a start vector must be longer than zero")
+    q, beta, size = q / q.norm(), 0.0, 0.0
+    for _ in range(steps):
+        image = product(mv, q.unsqueeze(0))[0]
+        yield q, image
+        alpha = float(q @ image)
+        w = image - alpha * q - beta * before
+        beta = float(w.norm())
+        size = max(size, abs(alpha), beta)
+        if beta <= BREAKDOWN * size:
+            return
+        q, before = w / beta, q
 
 
 @torch.no_grad()
