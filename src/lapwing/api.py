@@ -21,9 +21,11 @@ from lapwing.center import Center, Jacobian, read, tangent_map
 from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, Factor, Probe, State, accumulate, probe
 from lapwing.curvature.factor import KINDS
+from lapwing.curvature.matrix_free import source
 from lapwing.data import Joined, as_batches, dropped, inputs_of, passes
-from lapwing.errors import InvalidValue
+from lapwing.errors import InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
+from lapwing.operators import Samples, Streamed
 from lapwing.posterior import Gaussian, condition, placed
 from lapwing.predictive import Prediction, predict
 from lapwing.tangent import TangentModel, linearize
@@ -39,6 +41,7 @@ STRUCTURES = {
     "ekfac": curvature.EigenKronecker,
     "block": curvature.Block,
     "diag": curvature.Diagonal,
+    "matrix_free": curvature.MatrixFree,
     "lowrank": curvature.LowRank,
 }
 LIKELIHOODS = {
@@ -88,7 +91,9 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
     return structure
 
 
-def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood) -> Factor:
+def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: Any = None) -> Factor:
+    if factor == "auto" and isinstance(structure, curvature.MatrixFree):
+        return Factor("exact")  # products with it cost nothing more
     if factor == "auto":
         several = (
             len(likelihood.curvature_weights("exact")) > 1
@@ -199,12 +204,17 @@ class Laplace:
         center: "tangent", the mode v* of the tangent model: right in every network, and reads the data (of the fit
         unless given) several times; "map", the trained weights: reads none, and is biased where they are no mode.
         method: "mackay" iterates λ = γ/‖v̄‖² (the default at "tangent"); "evidence" follows the gradient (at "map");
+        "em" is mackay with γ from samples (matrix_free only, and its default);
         "validation" searches for what predicts held-out `data` best: the prior, and the noise or temperature.
         fixed: hyperparameters to hold.
         """
+        if self.streams and data is not None and method != "validation":
+            return self._attached(data).tuned(method, fixed, None, center)
         if method == "validation":
             return self._validated(data, (fixed,) if isinstance(fixed, str) else tuple(fixed))
         methods: dict[str, Any] = {"evidence": tune.evidence, "mackay": tune.mackay}
+        if self.streams:  # traces by samples
+            methods, method = {"em": tune.em}, method or "em"
         method = method or ("mackay" if _center(center) == "tangent" else "evidence")
         if method not in methods:
             raise InvalidValue(f"method must be one of {[*methods, 'validation']}, got {method!r}")
@@ -219,7 +229,7 @@ class Laplace:
                 self, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0
             )
         batches = self._data(data, "tuned(center='tangent')", "; center='map' reads none")
-        tracker = tune.Tracker(self.state, self._jacobian(batches))
+        tracker = tune.Tracker(self._center_state, self._jacobian(batches))
         prior, likelihood, tuning = methods[method](*start, tracker=tracker)
         return replace(
             self,
@@ -331,6 +341,11 @@ class Laplace:
     ) -> Certificate:
         """How far the structured curvature is from the true GGN over the data of the fit: total curvature, log-det and
         predictive variances, with standard errors."""
+        if self.streams:
+            raise Unsupported(
+                "matrix_free multiplies by the true curvature, so there is nothing to certify; how well its solves "
+                "went is in la.solve, and predictions and evidence carry standard errors"
+            )
         return certify(
             self.state,
             self.prior,
@@ -342,6 +357,14 @@ class Laplace:
             memory_budget=self.memory_budget,
         )
 
+    @property
+    def solve(self) -> Samples:
+        """matrix_free: the samples of the posterior and how they were solved for, residual, steps and passes."""
+        precision = self._spread.precision
+        if not isinstance(precision, Streamed):
+            raise Unsupported(f"structure '{self.state.structure}' is factorized, not solved by iteration")
+        return precision.samples
+
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -349,6 +372,9 @@ class Laplace:
         tensors, header = io.pack_state(self.state)
         more, objects = io.pack_objects(self.prior, self.likelihood)
         found, center = io.pack_center(self.tangent_map if self.center == "tangent" else None)
+        if self.streams:
+            samples, solved = io.pack_samples(self._spread.precision)
+            found, center = found | samples, center | solved
         tuning = None if self.tuning is None else vars(self.tuning)
         extra = {
             "schema": io.SCHEMA,
@@ -367,6 +393,9 @@ class Laplace:
         how += f" at the {self.tuning.center}" if self.tuning and self.tuning.center else ""
         if self.center == "tangent" and not (self.tuning and self.tuning.center == "tangent"):
             how += ", centered at the tangent MAP"
+        precision = self._spread.precision
+        if isinstance(precision, Streamed):
+            how += "; not solved yet" if precision.known is None else f"; {precision.known}"
         values = self.prior.precision.reshape(-1)
         shown = (
             f"{float(values[0]):.4g}"
@@ -413,7 +442,21 @@ class Laplace:
         """v* for a prior and noise, started from that of this object where it is known."""
         if batches is None:
             batches = self._data(None, "a tangent center for another prior or noise", " to recentered() or tuned()")
-        return tangent_map(self.state, prior, likelihood, self._jacobian(batches), self.at).alone()
+        return tangent_map(self._center_state, prior, likelihood, self._jacobian(batches), self.at).alone()
+
+    @property
+    def streams(self) -> bool:
+        """Whether the curvature is known by products over the data alone."""
+        return isinstance(self.state.structure, curvature.MatrixFree)
+
+    @property
+    def _center_state(self) -> State:
+        """Whose curvature preconditions the solve for v*: the state's, or where that is streamed its companion's."""
+        return self.state.structure.companion(self.state) if self.streams else self.state
+
+    def _attached(self, data: Any) -> Laplace:
+        """With these as the data of the fit."""
+        return replace(self, data=as_batches(data), state=_sourced(self.state, self.likelihood, data))
 
     def _prior(self, prior: Any) -> priors.Gaussian:
         if prior is None:
@@ -482,7 +525,7 @@ def laplace(
         tangent,
         likelihood,
         batches,
-        as_factor(factor, seen, likelihood),
+        as_factor(factor, seen, likelihood, chosen),
         generator=generator,
         progress=progress,
         seen=seen,
@@ -510,10 +553,11 @@ def from_state(state: State, model: nn.Module, prior: Any, likelihood: Any) -> L
     )
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None) -> Laplace:
+def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None, data: Any = None) -> Laplace:
     """Load what `la.save` wrote, for the network that it was fitted at.
 
-    A fit with a forward hook needs the same hook again: functions are not saved.
+    A fit with a forward hook needs the same hook again: functions are not saved. Nor are data: what reads them again
+    (another prior under matrix_free, a tangent center, a certificate) needs data=, those of the fit.
     """
     tensors, header = io.read(path)
     if header["forward_hook"] and forward is None:
@@ -531,13 +575,24 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None)
         plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tuning.items()}
         tuning = Tuning(**plain)
     at, temperature = io.unpack_center(tensors, header, tangent.device), header.get("temperature", 1.0)
-    return replace(la, center=header["center"], tuning=tuning, at=at, temperature=temperature)
+    la = replace(la, center=header["center"], tuning=tuning, at=at, temperature=temperature)
+    if la.streams:
+        io.unpack_samples(tensors, header, la._spread.precision)
+    return la if data is None else la._attached(data)
 
 
 def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:
     likelihood = _served(_finite(state), likelihood)
     frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in state.layout.shapes)
     return Laplace(state, placed(prior, state), likelihood, memory_budget=budget, frozen=frozen)
+
+
+def _sourced(state: State, likelihood: likelihoods.Likelihood, data: Any) -> State:
+    """A streamed state with these as its data; others as they are."""
+    if not isinstance(state.structure, curvature.MatrixFree):
+        return state
+    budget = state.structure.memory_budget
+    return replace(state, source=source(state, likelihood, state.weights, as_batches(data), budget))
 
 
 def _finite(state: State) -> State:

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from lapwing.center import Center
-from lapwing.curvature import Block, Diagonal, Full, LowRank, State
+from lapwing.curvature import Block, Diagonal, Full, LowRank, MatrixFree, State
 from lapwing.errors import InvalidValue
-from lapwing.operators import linalg
+from lapwing.operators import Streamed, linalg
 from lapwing.posterior import curvature
+from lapwing.solvers import Estimate
+from lapwing.solvers.estimate import mean_of
 
 
 def log_det_ratio(state: State, prior: Any, likelihood: Any) -> Tensor:
@@ -43,6 +45,7 @@ class Evidence:
     quadratic: Tensor  # ½ ‖v̄ − m‖²_A, the price of leaving the prior mean
     occam: Tensor  # ½ [log|G + A| − log|A|], that of how much the data shrink the posterior
     bound: str  # what the structure makes of the full curvature's evidence: BOUNDS
+    estimate: Estimate | None = None  # log Z with its standard error, where the Occam term is an estimate
 
 
 def decompose(state: State, prior: Any, likelihood: Any, center: Center | None = None) -> Evidence:
@@ -53,7 +56,17 @@ def decompose(state: State, prior: Any, likelihood: Any, center: Center | None =
     fit = likelihood.log_likelihood(state.statistics if center is None else center.statistics)
     quadratic = 0.5 * (prior.precision.reshape(-1) * scatter(state, prior, center)).sum()
     occam = 0.5 * log_det_ratio(state, prior, likelihood)
-    return Evidence(fit - quadratic - occam, fit, quadratic, occam, bound(state))
+    found = fit - quadratic - occam
+    return Evidence(found, fit, quadratic, occam, bound(state), _estimate(state, prior, likelihood, found))
+
+
+def _estimate(state: State, prior: Any, likelihood: Any, found: Tensor) -> Estimate | None:
+    """log Z by each probe of log|G + A|, where that was estimated."""
+    precision = linalg.shift(curvature(state, likelihood), prior.operator())
+    if not isinstance(precision, Streamed):
+        return None
+    probes = precision.log_determinant.samples
+    return mean_of(float(found.detach()) - 0.5 * (probes - probes.mean()))
 
 
 def log_evidence(state: State, prior: Any, likelihood: Any, center: Center | None = None) -> Tensor:
@@ -84,6 +97,7 @@ BOUNDS = {
     "exact": "exact",
     "lower": "lower bound of the full curvature's",
     "upper": "upper bound of the full curvature's",
+    "estimate": "an estimate of the full curvature's",
     "neither": "neither a bound nor exact",
 }
 
@@ -93,7 +107,13 @@ def bound(state: State) -> str:
     eigenvalues are."""
     if state.factor.kind != "exact":
         return BOUNDS["neither"]
-    kinds: dict[type, str] = {Full: "exact", Block: "lower", Diagonal: "lower", LowRank: "upper"}
+    kinds: dict[type, str] = {
+        Full: "exact",
+        Block: "lower",
+        Diagonal: "lower",
+        LowRank: "upper",
+        MatrixFree: "estimate",
+    }
     return BOUNDS[kinds.get(type(state.structure), "neither")]
 
 
@@ -102,8 +122,7 @@ def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
     with torch.enable_grad():
         log_precision = prior.precision.detach().log().requires_grad_()
         moving = prior.replace(precision=log_precision.exp())
-        a = moving.operator()
-        logdet = linalg.logdet(linalg.shift(curvature(state, likelihood), a))
+        logdet = linalg.logdet_slope(linalg.shift(curvature(state, likelihood), moving.operator()))
         (slope,) = torch.autograd.grad(logdet, log_precision)
     return prior.counts() - slope.reshape(-1)
 
@@ -116,7 +135,7 @@ def noise_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
     with torch.enable_grad():
         log_noise = likelihood.noise.detach().log().requires_grad_()
         moving = likelihood.replace(noise=log_noise.exp())
-        logdet = linalg.logdet(linalg.shift(curvature(state, moving), prior.operator()))
+        logdet = linalg.logdet_slope(linalg.shift(curvature(state, moving), prior.operator()))
         (slope,) = torch.autograd.grad(logdet, log_noise)
     return -0.5 * slope
 

@@ -23,6 +23,8 @@ from lapwing import curvature, likelihoods, priors
 from lapwing.center import Center
 from lapwing.curvature import Factor, Part, State
 from lapwing.errors import InvalidValue
+from lapwing.operators import Samples, Streamed
+from lapwing.solvers.estimate import mean_of
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 
@@ -199,6 +201,28 @@ def unpack_center(tensors: dict[str, Tensor], header: dict[str, Any], device: to
     prefix = "center.statistics."
     statistics = {k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)}
     return Center(tensors["center.vector"].to(device), statistics, **kept)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------
+
+
+def pack_samples(precision: Streamed) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The samples of a streamed precision, solved for if they are not yet, and log|M| where it is known."""
+    found = precision.samples
+    tensors = {f"samples.{name}": getattr(found, name) for name in ("z", "gamma", "squares")}
+    known = precision.cache.get("logdet")
+    if known is not None and known[0] == precision.key:
+        tensors["samples.logdet"] = known[1].samples
+    told = ("residual", "steps", "passes", "solver", "preconditioner")
+    return tensors, {"samples": {name: getattr(found, name) for name in told}}
+
+
+def unpack_samples(tensors: dict[str, Tensor], header: dict[str, Any], precision: Streamed) -> None:
+    """Give a streamed precision what was saved of it."""
+    saved: dict[str, Any] = {n: tensors[f"samples.{n}"].to(precision.d.device) for n in ("z", "gamma", "squares")}
+    precision.remember(Samples(**saved, **header["samples"]))
+    if "samples.logdet" in tensors:
+        precision.cache["logdet"] = precision.key, mean_of(tensors["samples.logdet"])
 
 
 # -- priors and likelihoods --------------------------------------------------------------------------------------

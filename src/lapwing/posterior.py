@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapwing.curvature import Part, State
 from lapwing.errors import LapwingWarning
-from lapwing.operators import linalg
+from lapwing.operators import Streamed, linalg
 from lapwing.tree import Layout
 
 
@@ -26,7 +26,9 @@ class Gaussian:
     parts: tuple[Part, ...] = ()  # of a precision that is cut into parts
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """n weight vectors, (n, p)."""
+        """n weight vectors, (n, p); without a generator, those that predictions are made from, where some are kept."""
+        if generator is None and isinstance(self.precision, Streamed) and n <= self.precision.plan.samples:
+            return self.mean + self.precision.spread[:n]
         generator = generator or torch.Generator().manual_seed(0)
         return self.mean + linalg.draw(self.precision, n, generator)
 

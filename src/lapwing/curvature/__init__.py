@@ -7,6 +7,7 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.full import Full
 from lapwing.curvature.layered import Block, Diagonal, Kronecker
 from lapwing.curvature.lowrank import LowRank
+from lapwing.curvature.matrix_free import MatrixFree
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State
 
@@ -19,6 +20,7 @@ __all__ = [
     "Full",
     "Kronecker",
     "LowRank",
+    "MatrixFree",
     "Part",
     "Probe",
     "State",

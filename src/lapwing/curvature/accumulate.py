@@ -107,6 +107,8 @@ def accumulate(
     first = getattr(structure, "first", None)
     if first is None and basis is not None:
         raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
+    if hasattr(structure, "streamed"):  # it keeps a reference to the data, and no sums of its own
+        return structure.streamed(tangent, likelihood, batches, generator=generator, progress=progress, seen=seen)
     if first is not None:
         if basis is None:
             basis = accumulate(

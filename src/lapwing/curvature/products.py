@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.conv import _ConvNd
 
 from lapwing import data as loading
 from lapwing import tree
@@ -24,6 +23,7 @@ from lapwing.likelihoods import Categorical, Likelihood
 from lapwing.tangent import TangentModel
 
 AT_ONCE = 16  # vectors pushed through the network together
+SMALL = 2**18  # numbers in the vectors of a small network, which are pushed through it together
 TOGETHER = 128  # vectors times examples that a convolution runs on at once: more only leave the caches
 
 Middle = Callable[[Tensor, Tensor, Tensor], Tensor]  # f (m, c), J V (k, m, c), y -> (k, m, c), one row a position
@@ -37,7 +37,11 @@ def transport(
     total = torch.zeros(v.shape, dtype=torch.float64, device=tangent.device)
     for x, y in loading.passes(batches, tangent.device, progress, label or "products"):
         for piece, targets in pieces(tangent, x, y, len(v)):
-            carry(tangent, piece, v, lambda f, jv, y=targets: middle(f, jv, flat_targets(f, y)), total)
+
+            def between(f: Tensor, jv: Tensor, y: Any = targets) -> Tensor:
+                return middle(f, jv, flat_targets(f, y))
+
+            carry(tangent, piece, v, between, total)
     return total
 
 
@@ -51,15 +55,21 @@ def carry(tangent: TangentModel, x: Any, v: Tensor, middle: Callable[[Tensor, Te
     if len(v) == 1:  # forward mode beside the graph of the reverse pass: one run for both
         total[0].add_(tangent.through_at(x, v[0], lambda f, jv: between(f, jv.unsqueeze(0))[0])[1])
         return
-    for some, into in zip(v.split(AT_ONCE), total.split(AT_ONCE), strict=True):
+    size = at_once(tangent)
+    for some, into in zip(v.split(size), total.split(size), strict=True):
         f, jv = tangent.jvps(x, some)
         into.add_(tangent.vjps(x, between(f.detach(), jv.detach())))
+
+
+def at_once(tangent: TangentModel) -> int:
+    """How many vectors are run through the network together."""
+    return max(AT_ONCE, SMALL // tangent.layout.size) if tangent.columns_at_once else AT_ONCE
 
 
 def pieces(tangent: TangentModel, x: Any, y: Any, k: int) -> Iterator[tuple[Any, Any]]:
     """A batch in pieces of as many examples as k vectors are best run with: whole, unless there are convolutions."""
     n, size = len(y), max(1, TOGETHER // min(k, AT_ONCE))
-    if n <= size or not any(isinstance(m, _ConvNd) for m in tangent.model.modules()) or not tangent.separable(x):
+    if n <= size or tangent.columns_at_once or not tangent.separable(x):
         yield x, y
         return
     for start in range(0, n, size):

@@ -38,6 +38,7 @@ class State:
     parts: tuple[Part, ...] = ()  # of structures that treat the network part by part
     batches: tuple[tuple[Any, Tensor], ...] = ()  # (inputs, cotangents (n, K, ..., c))
     coverage: dict[str, str] = field(default_factory=dict)
+    source: Any = None  # of products over the data, for the matrix-free form only; never saved
     targets: int | None = None  # a digest of what was fitted to, in any order; None where it is not known
     cache: dict[Any, Any] = field(default_factory=dict)  # factorizations, made on demand
 
@@ -74,6 +75,7 @@ class State:
             statistics={k: v + other.statistics[k] for k, v in self.statistics.items()},
             sums={k: v + other.sums[k] for k, v in self.sums.items()},
             batches=self.batches + other.batches,
+            source=None if self.source is None or other.source is None else self.source + other.source,
             targets=None if self.targets is None or other.targets is None else (self.targets + other.targets) % 2**64,
             cache={},
         )

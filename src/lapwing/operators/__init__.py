@@ -7,6 +7,7 @@ from lapwing.operators.diagonal import Diagonal
 from lapwing.operators.eigen import EigenKronecker
 from lapwing.operators.kronecker import Kronecker
 from lapwing.operators.root import HeldRows, RootPlusDiagonal
+from lapwing.operators.streamed import Plan, Samples, Streamed
 
 __all__ = [
     "Blocks",
@@ -16,6 +17,9 @@ __all__ = [
     "HeldRows",
     "Kronecker",
     "OuterRows",
+    "Plan",
     "RootPlusDiagonal",
+    "Samples",
+    "Streamed",
     "linalg",
 ]

@@ -80,6 +80,12 @@ def diagonal(op: Any) -> Tensor: ...  # type: ignore[empty-body]
 def to_dense(op: Any) -> Tensor: ...  # type: ignore[empty-body]
 
 
+@functools.singledispatch
+def logdet_slope(op: Any) -> Tensor:
+    """log|M| but for a constant: as differentiable, and cheaper where the value of log|M| costs more than its slope."""
+    return logdet(op)
+
+
 def traces(op: Any, groups: Any) -> Tensor:
     """Σ_{i in g} M_ii / unit_i for the groups of a Diagonal, (g,)."""
     return _traces(op, groups)

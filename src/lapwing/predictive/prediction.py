@@ -36,6 +36,7 @@ class Prediction:
     link: str = "auto"
     joint: bool = False
     outputs: Tensor | None = None  # (s, n, ..., c): draws of f
+    samples: int | None = None  # of the posterior, where the covariance is an estimate from some
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
@@ -67,6 +68,11 @@ class Prediction:
         if self.cov is None and self.outputs is not None:
             return (self.outputs - self.f_mean).square().mean(0)
         return self.marginal.diagonal(dim1=-2, dim2=-1)
+
+    @property
+    def f_var_standard_error(self) -> Tensor:
+        """Of f_var: zero where it is exact, f_var √(2/k) where it is the mean square of k samples."""
+        return self.f_var * (0.0 if self.samples is None else math.sqrt(2 / self.samples))
 
     # -- the response y -------------------------------------------------------------------------------------------
 

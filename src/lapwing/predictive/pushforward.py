@@ -20,9 +20,9 @@ from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.data import check_finite
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Blocks, Dense, HeldRows, RootPlusDiagonal
+from lapwing.operators import Blocks, Dense, HeldRows, RootPlusDiagonal, Streamed
 from lapwing.posterior import Gaussian
-from lapwing.predictive import structured
+from lapwing.predictive import sampled, structured
 from lapwing.predictive.prediction import Prediction
 from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
@@ -58,6 +58,8 @@ def predict(
             return _through_network(tangent, posterior, likelihood, x, link, joint, samples, generator)
         if via != "tangent":
             raise InvalidValue(f"via must be 'tangent' or 'network', got {via!r}")
+        if isinstance(posterior.precision, Streamed):
+            return _by_samples(tangent, posterior.precision, likelihood, x, link, center, joint)
         if not joint and _too_many(tangent, x):
             return _by_draws(tangent, posterior, likelihood, x, link, center, samples, generator)
         f, cov = latent(tangent, posterior, x, joint, memory_budget)
@@ -186,6 +188,30 @@ def _by_draws(
         away = posterior.draw(len(some), generator) - posterior.mean
         some.copy_(tangent.jvps(x, away)[1])
     return Prediction(likelihood, f, None, "monte_carlo", False, draws.add_(f))
+
+
+def _by_samples(
+    tangent: TangentModel,
+    precision: Streamed,
+    likelihood: Likelihood,
+    x: Any,
+    link: str,
+    center: Tensor | None,
+    joint: bool,
+) -> Prediction:
+    """By the kept samples; past so many outputs that a covariance is too large, by the samples themselves."""
+    z = precision.spread
+    moves = z if center is None else torch.cat([z, (center - tangent.theta.to(center)).unsqueeze(0)])
+    f, away = sampled.pushed(tangent, moves, x)
+    f, away = (f, away) if center is None else (f + away[-1], away[:-1])
+    if f.shape[-1] <= MANY:
+        return Prediction(likelihood, f, sampled.covariance(away, joint), link, joint, samples=len(z))
+    if joint or link not in ("auto", "monte_carlo"):
+        raise InvalidValue(
+            f"{f.shape[-1]} outputs are predicted by draws, so joint={joint} and link={link!r} cannot apply; use "
+            "joint=False and link='auto'"
+        )
+    return Prediction(likelihood, f, None, "monte_carlo", False, f + away, samples=len(z))
 
 
 def _through_network(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.checkpoint import CheckpointError
 
 from lapwing import tree
@@ -144,6 +145,11 @@ class TangentModel:
     def dtype(self) -> torch.dtype:
         """Of vectors over all parameters: theirs, or the one that holds them all where they differ."""
         return functools.reduce(torch.promote_types, (p.dtype for p in self.params.values()))
+
+    @functools.cached_property
+    def columns_at_once(self) -> bool:
+        """Whether cotangents are best pulled back together: matrix products are, convolutions are not."""
+        return not any(isinstance(m, _ConvNd) for m in self.model.modules())
 
     @property
     def custom_forward(self) -> bool:
@@ -321,14 +327,24 @@ class TangentModel:
             if not out.requires_grad:
                 return u.new_zeros(len(u), self.layout.size)
 
-            def pull(one: Tensor) -> Tensor:
-                grads = torch.autograd.grad(
-                    out, list(leaves.values()), one.to(out), retain_graph=True, allow_unused=True
-                )
-                filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
-                return torch.cat([g.reshape(-1) for g in filled])
+            ends = list(leaves.values())
 
-            return self.backward(leaves, lambda: torch.stack([pull(one) for one in u]))
+            def pull(some: Tensor, batched: bool) -> Tensor:  # (k, p), or (1, p) for one cotangent that is not batched
+                grads = torch.autograd.grad(
+                    out, ends, some.to(out), retain_graph=True, allow_unused=True, is_grads_batched=batched
+                )
+                k = len(some) if batched else 1
+                filled = [t.new_zeros(k, *t.shape) if g is None else g for g, t in zip(grads, ends, strict=True)]
+                return torch.cat([g.reshape(k, -1) for g in filled], -1)
+
+            if len(u) > 1 and self.columns_at_once and self.route.get("vjps", "vmap") == "vmap":
+                try:
+                    with warnings.catch_warnings():  # a slow batching rule is still a right one
+                        warnings.filterwarnings("ignore", message="There is a performance drop")
+                        return self.backward(leaves, lambda: pull(u, True))
+                except RuntimeError:  # no batching rule
+                    self.route["vjps"] = "loop"
+            return self.backward(leaves, lambda: torch.cat([pull(one, False) for one in u]))
 
     @torch.inference_mode(False)
     def through(self, x: Any, v: Tensor, middle: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

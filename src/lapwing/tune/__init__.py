@@ -1,6 +1,7 @@
 """Tuning: the prior and noise that the evidence picks."""
 
 from lapwing.tune.bounds import Tuning
+from lapwing.tune.em import em
 from lapwing.tune.evidence import evidence
 from lapwing.tune.fixed_point import mackay
 from lapwing.tune.history import History, Record
@@ -19,6 +20,7 @@ __all__ = [
     "Record",
     "Tracker",
     "Tuning",
+    "em",
     "evidence",
     "mackay",
     "mackay_training",

@@ -1,0 +1,385 @@
+"""The exact curvature, never formed: G = Σ_n J_nᵀ Λ_n J_n by products that are passes over the data.
+
+    G v = Σ_n J_nᵀ Λ_n (J_n v)          one push, one pull and one run of the network a batch, for all vectors at once
+
+The state keeps a reference to the data, and the sums of a coarser structure, fitted in the same pass, that serves as
+preconditioner; posterior, evidence and predictions are samples of one linear system (operators/streamed.py). Memory is
+that of the samples, whatever the numbers of data and outputs. Every pass is held to the data of the fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing import data as loading
+from lapwing import tree
+from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe, accumulate, flat_outputs
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.layered import Diagonal, Kronecker
+from lapwing.curvature.lowrank import LowRank
+from lapwing.curvature.parts import Part
+from lapwing.curvature.products import carry, colored, pieces, unit_curvature
+from lapwing.curvature.state import State
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import Diagonal as DiagonalOperator
+from lapwing.operators import Plan, Streamed
+from lapwing.operators.streamed import Product
+from lapwing.tangent import TangentModel
+
+SAME = 1e-4  # how far sums over the same data may be apart, relative
+FINE, COARSE, STOCHASTIC = 1e-6, 1e-3, 2e-2  # tolerances: of a float64 network, of a coarser one, and of SGD
+
+
+# -- R by passes over the data -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class DataRoot:
+    """R = Λ^½ J over the data at unit noise, by products. A pass over other data than the fit's is an error."""
+
+    tangent: TangentModel
+    likelihood: Likelihood
+    data: Iterable[Any]
+    n: int
+    targets: int | None  # their digest
+    statistics: dict[str, Tensor]
+    weights: int  # h
+    memory_budget: int = BUDGET
+    counter: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def size(self) -> int:
+        return self.tangent.layout.size
+
+    @property
+    def passes(self) -> int:
+        return self.counter["passes"]
+
+    @property
+    def batches(self) -> int:
+        """In a pass; known once one was made."""
+        return self.counter["batches"]
+
+    def __add__(self, other: DataRoot) -> DataRoot:
+        return replace(
+            self,
+            data=loading.Joined((self.data, other.data)),
+            n=self.n + other.n,
+            targets=None if self.targets is None or other.targets is None else (self.targets + other.targets) % 2**64,
+            statistics={k: v + other.statistics[k] for k, v in self.statistics.items()},
+            counter=Counter(),
+        )
+
+    # -- products ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_h w_h G_h v (k, p), and vᵀG_h v (k, h)."""
+        total = torch.zeros(v.shape, dtype=torch.float64, device=self.tangent.device)
+        squares = total.new_zeros(len(v), self.weights)
+        watch = _Watch(self)
+        for x, y in self._each():
+            for piece, targets in pieces(self.tangent, x, y, len(v)):
+                self._add(piece, targets, v, weights, total, squares, watch)
+        watch.check()
+        return total, squares
+
+    def _add(
+        self, x: Any, y: Tensor, v: Tensor, weights: Tensor, total: Tensor, squares: Tensor, watch: _Watch | None
+    ) -> None:
+        found: list[Tensor] = []
+
+        def middle(f: Tensor, jv: Tensor) -> Tensor:
+            if watch is not None and not found:
+                watch.see(f, y)
+            u, square = self._weighted(f, jv, weights)
+            found.append(square)
+            return u
+
+        carry(self.tangent, x, v, middle, total)
+        squares += torch.cat(found)
+        if not bool(torch.isfinite(total.sum())):
+            raise InvalidValue(
+                f"NaN or infinite values in batch {self.counter['batch']} of pass {self.passes} over the data: the "
+                "network has a derivative there that is not finite, or the inputs changed; check that batch"
+            )
+
+    def _weighted(self, f: Tensor, jv: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Λ J v under the weights, (k, m, c), and (J v)ᵀΛ_h(J v), (k, h)."""
+        if self.weights == 1:
+            u = unit_curvature(self.likelihood, f, jv)
+            return u * weights[0].to(u), (u * jv).sum((1, 2), dtype=torch.float64).unsqueeze(-1)
+        root = self.likelihood.hessian_root(f)
+        inner = torch.einsum("mcq,kmc->kmq", root, jv)
+        return torch.einsum("mcq,kmq->kmc", root, inner * weights.to(inner)), inner.square().sum(1, dtype=torch.float64)
+
+    def minibatches(self, weights: Tensor) -> Iterator[Product]:
+        """(N/n) Σ_h w_h G_h v of one batch after the other, pass after pass."""
+        while True:
+            watch = _Watch(self)
+            for x, y in self._each():
+                watch.see(flat_outputs(self.tangent(x)), y)
+
+                def estimate(v: Tensor, x: Any = x, y: Tensor = y) -> Tensor:
+                    total = torch.zeros(v.shape, dtype=torch.float64, device=self.tangent.device)
+                    squares = total.new_zeros(len(v), self.weights)
+                    for piece, targets in pieces(self.tangent, x, y, len(v)):
+                        self._add(piece, targets, v, weights, total, squares, None)
+                    return total * (self.n / len(y))
+
+                yield estimate
+            watch.check()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def noise(self, k: int, generator: torch.Generator) -> Tensor:
+        """Σ_n J_nᵀ S_n e_n for standard normal e, by weight: (h, k, p)."""
+        total = torch.zeros(self.weights, k, self.size, dtype=torch.float64, device=self.tangent.device)
+        watch = _Watch(self)
+        for x, y in self._each():
+            f = self.tangent(x)
+            flat = flat_outputs(f)
+            watch.see(flat, y)
+            if self.weights == 1:
+                u = [colored(self.likelihood, flat, k, generator)]
+            else:
+                root = self.likelihood.hessian_root(flat)
+                e = torch.randn((k, *root[:, 0].shape), generator=generator, dtype=root.dtype, device=generator.device)
+                u = [root[..., h] * e[..., h : h + 1].to(root) for h in range(self.weights)]
+            for into, one in zip(total, u, strict=True):
+                into += self.tangent.vjps(x, one.reshape(k, *f.shape))
+        watch.check()
+        return total
+
+    def diagonal(self) -> Tensor:
+        """diag G_h exactly, by a pass with as many cotangents as there are outputs, (h, p)."""
+        structure = Diagonal(memory_budget=self.memory_budget)
+        state = accumulate(structure, self.tangent, self.likelihood, self.data, "exact")
+        self.counter["passes"] += 1
+        rows = torch.eye(self.weights, dtype=torch.float64, device=self.tangent.device)
+        found = [structure.operator(state, row) for row in rows]
+        return torch.stack([op.join([part.dense() for part in op.parts]) for op in found])
+
+    # -- the same data each pass ------------------------------------------------------------------------------------
+
+    def _each(self) -> Iterator[tuple[Any, Tensor]]:
+        self.counter["passes"] += 1
+        count = 0
+        for x, y in loading.passes(self.data, self.tangent.device, label="products"):
+            count += 1
+            self.counter["batch"] = count
+            yield x, y
+        self.counter["batches"] = count
+
+
+@dataclass
+class _Watch:
+    """One pass, held to the data of the fit: their number, targets and the network's outputs, in any order."""
+
+    root: DataRoot
+    n: int = 0
+    targets: int = 0
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+    def see(self, f: Tensor, y: Tensor) -> None:
+        """Outputs (m, c), one row a position, and targets."""
+        root = self.root
+        if not bool(torch.isfinite(f).all()):
+            raise InvalidValue(
+                f"the network's outputs hold NaN or infinite values in batch {root.counter['batch']} of pass "
+                f"{root.passes} over the data, though not in the fit: matrix-free needs the same data each pass"
+            )
+        self.n += len(y)
+        self.targets = (self.targets + tree.digest(y)) % 2**64
+        rows = y.reshape(f.shape) if y.numel() == f.numel() else y.reshape(-1)
+        for key, value in root.likelihood.statistics(f, rows).items():
+            self.statistics[key] = self.statistics[key] + value if key in self.statistics else value
+
+    def check(self) -> None:
+        root = self.root
+        found = ""
+        if self.n != root.n:
+            found = f"{self.n} examples, not {root.n}"
+        elif root.targets is not None and self.targets != root.targets:
+            found = "other targets"
+        else:
+            apart = [k for k, v in root.statistics.items() if not _close(self.statistics, root.statistics, k, v)]
+            found = f"another {apart[0]} of the network's outputs" if apart else ""
+        if found:
+            raise InvalidValue(
+                f"matrix-free needs the same data each pass: pass {root.passes} had {found}; give a loader without "
+                "augmentation, dropped batches or sampling with replacement (shuffling does no harm)"
+            )
+
+
+def _close(found: dict[str, Tensor], fitted: dict[str, Tensor], key: str, value: Tensor) -> bool:
+    """Whether a sum is the fit's but for rounding; one whose terms cancel has that of √(N Σy²)."""
+    cancels = key == "sum" and {"count", "square"} <= fitted.keys()
+    reach = (fitted["count"] * fitted["square"]).sqrt() if cancels else value.abs()
+    return torch.allclose(found[key], value, rtol=SAME, atol=SAME * float(reach.max()))
+
+
+# -- the structure -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """G ≈ 0: what the prior alone knows."""
+
+    def __str__(self) -> str:
+        return "none"
+
+    def resolved(self, probe: Probe, factor: Factor) -> Nothing:
+        return self
+
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        return _Outputs(tangent)
+
+    def operator(self, state: State, weights: Tensor) -> DiagonalOperator:
+        return DiagonalOperator(weights.new_zeros(1), state.layout.size)
+
+    def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        return dict.fromkeys(tangent.layout.names, "nothing")
+
+
+class _Outputs:
+    def __init__(self, tangent: TangentModel) -> None:
+        self.forward = tangent
+
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        pass
+
+    def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        return {}, ()
+
+
+PRECONDITIONERS: dict[str, Any] = {"kron": Kronecker, "diag": Diagonal, "nystrom": LowRank, "none": Nothing}
+RANK = 100  # of a Nyström preconditioner
+
+
+@dataclass(frozen=True)
+class MatrixFree:
+    """samples: draws of the posterior that are kept. solver: "cg", or "sgd" for data too many to stream at each step.
+    preconditioner: "kron", "diag", "nystrom" or "none". tolerance: of a solve's residual; 0 goes by the dtype.
+    seed: of the samples' noise; −1 takes it from the fit's generator."""
+
+    samples: int = 32
+    solver: str = "cg"
+    preconditioner: str = "kron"
+    tolerance: float = 0.0
+    max_steps: int = 500
+    seed: int = -1
+    memory_budget: int = field(default=BUDGET, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.solver not in ("cg", "sgd"):
+            raise InvalidValue(f"solver must be 'cg' or 'sgd', got {self.solver!r}")
+        if self.preconditioner not in PRECONDITIONERS:
+            raise InvalidValue(f"preconditioner must be one of {list(PRECONDITIONERS)}, got {self.preconditioner!r}")
+        if self.samples < 4 or self.max_steps < 1 or not self.tolerance >= 0:
+            raise InvalidValue(
+                "matrix_free needs at least 4 samples (error bars), max_steps of 1 and a tolerance that is not "
+                f"negative; got {self.samples}, {self.max_steps} and {self.tolerance}"
+            )
+
+    def __str__(self) -> str:
+        return "matrix_free"
+
+    def near(self, parameters: int) -> Any:
+        """The structure of the preconditioner."""
+        if self.preconditioner == "none":
+            return Nothing()
+        if self.preconditioner == "nystrom":
+            return LowRank(min(RANK, parameters), memory_budget=self.memory_budget)
+        return PRECONDITIONERS[self.preconditioner](memory_budget=self.memory_budget)
+
+    def resolved(self, probe: Probe, factor: Factor) -> MatrixFree:
+        if factor.kind != "exact":
+            raise InvalidValue(
+                f"matrix_free multiplies by the exact output curvature, at no extra cost; got factor='{factor.kind}': "
+                "use factor='exact' (or 'auto')"
+            )
+        return self
+
+    def streamed(
+        self,
+        tangent: TangentModel,
+        likelihood: Likelihood,
+        batches: Iterable[Any],
+        *,
+        generator: torch.Generator,
+        progress: bool,
+        seen: Probe,
+    ) -> State:
+        """The state: that of the preconditioner, by one pass, and where the data are."""
+        seed = self.seed if self.seed >= 0 else int(torch.randint(2**31, (), generator=generator))
+        weights = len(likelihood.curvature_weights("exact"))
+        state = accumulate(
+            self.near(seen.parameters),
+            tangent,
+            likelihood,
+            batches,
+            near_factor(weights),
+            generator=generator,
+            progress=progress,
+            seen=seen,
+        )
+        return replace(
+            state,
+            structure=replace(self, seed=seed),
+            factor=Factor("exact"),
+            weights=weights,
+            source=source(state, likelihood, weights, batches, self.memory_budget),
+            coverage=dict.fromkeys(tangent.layout.names, "exact, by products"),
+        )
+
+    def companion(self, state: State) -> State:
+        """The state of the preconditioner alone."""
+        return replace(
+            state,
+            structure=self.near(state.layout.size),
+            factor=near_factor(state.weights),
+            source=None,
+            cache=state.cache.setdefault("companion", {}),
+        )
+
+    def operator(self, state: State, weights: Tensor) -> Streamed:
+        near = self.companion(state)
+        tolerance = self.tolerance or (FINE if state.tangent.dtype == torch.float64 else COARSE)
+        if not self.tolerance and self.solver == "sgd":
+            tolerance = STOCHASTIC
+        return Streamed(
+            state.source,
+            weights,
+            near.structure.operator(near, weights.detach()),
+            Plan(
+                self.samples, self.solver, self.preconditioner, tolerance, self.max_steps, self.seed, self.memory_budget
+            ),
+            cache=state.cache.setdefault("streamed", {}),
+        )
+
+    def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        return dict.fromkeys(tangent.layout.names, "exact, by products")
+
+
+def near_factor(weights: int) -> Factor:
+    """Of the preconditioner: one sampled score an example, unless noise per output needs the exact one."""
+    return Factor("monte_carlo", 1) if weights == 1 else Factor("exact")
+
+
+def source(
+    state: State, likelihood: Likelihood, weights: int, batches: Iterable[Any], memory_budget: int = BUDGET
+) -> DataRoot:
+    """Products over the data of a state."""
+    unit = likelihood.replace(**{k: torch.ones_like(v) for k, v in likelihood.hyperparameters.items()})
+    return DataRoot(
+        state.tangent, unit, batches, state.n, state.targets, dict(state.statistics), weights, memory_budget
+    )

@@ -1,0 +1,370 @@
+"""Streamed root plus diagonal: M = t·(Rᵀ W R + D), R known by products alone, each a pass over data.
+
+Solves are by conjugate gradients in the unit of D, u = D^½ z, where the matrix is I + D^-½ RᵀWR D^-½, preconditioned by
+P = Ĝ + D, Ĝ an operator near RᵀWR. Samples are solves of one system, of base noise that is drawn once (Eq. 13):
+
+    z = (RᵀWR + D)⁻¹ (RᵀW^½ e + D^½ e₀)          Cov z = M⁻¹ at t = 1
+
+Directions that the data do not see have u = e₀ whatever D is, so u is where the next solve starts when W or D change.
+From the samples, with Gz = RᵀWR z:
+
+    γ_g = tr_g[RᵀWR M⁻¹] = E z_gᵀ(Gz)_g,    tr[R_hᵀR_h M⁻¹] = E ‖R_h z‖²,    so  ∂ log|M| / ∂ log D_g = p_g − γ_g
+
+and log|M| = log|P| + tr log(P⁻¹M) by Lanczos in the inner product of P. Estimates carry their standard errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue, NotConverged, Unsupported
+from lapwing.operators import linalg
+from lapwing.operators.diagonal import Diagonal
+from lapwing.solvers import Estimate, Solution, cg, slq
+from lapwing.solvers.estimate import FEWEST, mean_of
+from lapwing.solvers.product import Product
+from lapwing.solvers.sgd import sgd
+
+VECTORS = 8  # of the size of the parameters that a solve holds for each column
+STEPS = 64  # of Lanczos, for which memory is planned
+ROUND = 64  # minibatches of a round of SGD, at the least: whole passes
+
+
+class Root(Protocol):
+    """R (m, p), cut by weight into R_h, by products."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def passes(self) -> int:
+        """Over the data, so far."""
+        ...
+
+    def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """RᵀWR v (k, p) and ‖R_h v‖² (k, h)."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """In a pass."""
+        ...
+
+    def minibatches(self, weights: Tensor) -> Iterator[Product]:
+        """Products whose mean is RᵀWR, without end."""
+        ...
+
+    def noise(self, k: int, generator: torch.Generator) -> Tensor:
+        """R_hᵀ e for standard normal e, (h, k, p)."""
+        ...
+
+    def diagonal(self) -> Tensor:
+        """diag R_hᵀR_h, (h, p)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How solves are made."""
+
+    samples: int
+    solver: str  # "cg" or "sgd"
+    preconditioner: str  # its name
+    tolerance: float  # of ‖b − M x‖ / ‖b‖, in the unit of D
+    max_steps: int  # of CG or Lanczos, or passes' worth of minibatches
+    seed: int
+    memory_budget: int
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Draws of N(0, M⁻¹) at t = 1, what they say of γ, and how well they were solved for."""
+
+    z: Tensor = field(repr=False)  # (k, p)
+    gamma: Tensor = field(repr=False)  # z_gᵀ(Gz)_g, (k, g)
+    squares: Tensor = field(repr=False)  # ‖R_h z‖², (k, h)
+    residual: float  # the largest ‖b − M z‖ / ‖b‖
+    steps: int
+    passes: int
+    solver: str
+    preconditioner: str
+
+    @property
+    def dimension(self) -> Estimate:
+        """γ in all, with its standard error."""
+        return mean_of(self.gamma.sum(-1))
+
+    def __repr__(self) -> str:
+        return (
+            f"{len(self.z)} samples by {self.solver} (preconditioner {self.preconditioner}): {self.steps} steps, "
+            f"{self.passes} passes over the data, residual {self.residual:.2g}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    root: Root | None  # None where the data are not at hand: then only what is remembered can be had
+    weights: Tensor  # W by column, (h,)
+    near: Any  # Ĝ, an operator near RᵀWR
+    plan: Plan
+    diag: Diagonal | None = None  # D; the verbs that need M⁻¹ need it
+    level: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))  # t
+    cache: dict[Any, Any] = field(default_factory=dict)  # of R: base noise, and the samples of the last W and D
+
+    @property
+    def size(self) -> int:
+        return self.near.size
+
+    def reads(self) -> Root:
+        if self.root is None:
+            raise InvalidValue(
+                "this reads the training data again, which a file does not hold; give them: lw.load(path, model, "
+                "data=loader). Predictions and draws under the saved prior and noise need none"
+            )
+        return self.root
+
+    def precision(self) -> Diagonal:
+        if self.diag is None:
+            raise Unsupported("Rᵀ W R alone is singular; shift it by a prior precision first")
+        return replace(self.diag, values=self.diag.values.detach())
+
+    @cached_property
+    def d(self) -> Tensor:
+        return self.precision().dense()
+
+    @cached_property
+    def close(self) -> tuple[Any, str]:
+        """P = Ĝ + D and its name; where Ĝ cannot absorb D exactly (a Kronecker product and one precision a weight), its
+        diagonal does."""
+        found = linalg.shift(self.near, self.precision())
+        try:
+            linalg.solve(found, torch.zeros(1, self.size, dtype=torch.float64, device=self.d.device))
+        except Unsupported:
+            return Diagonal(linalg.diagonal(self.near) + self.d, self.size), f"diagonal of {self.plan.preconditioner}"
+        return found, self.plan.preconditioner
+
+    # -- products in the unit of D ----------------------------------------------------------------------------------
+
+    def gram(self, v: Tensor) -> Tensor:
+        """RᵀWR v."""
+        return self.reads().product(v, self.weights.detach())[0]
+
+    def _whitened(self, gram: Product) -> Product:
+        scale = self.d.rsqrt()
+        return lambda u: u + scale * gram(scale * u).to(u)
+
+    def _precondition(self, r: Tensor) -> Tensor:
+        root = self.d.sqrt()
+        return root * linalg.solve(self.close[0], root * r)
+
+    def solved(self, b: Tensor, start: Tensor | None = None) -> Solution:
+        """u with (I + D^-½ RᵀWR D^-½) u = b, columns in groups that fit the memory budget; raises unless converged."""
+        plan, p = self.plan, self.size
+        at_once = max(1, plan.memory_budget // (8 * VECTORS * p))
+        starts = [None] * len(b.split(at_once)) if start is None else start.split(at_once)
+        found = [self._solve(some, x0) for some, x0 in zip(b.split(at_once), starts, strict=True)]
+        out = Solution(
+            torch.cat([one.x for one in found]),
+            torch.cat([one.residual for one in found]),
+            max(one.steps for one in found),
+            all(one.converged for one in found),
+            sum(one.products for one in found),
+        )
+        if not out.converged:
+            raise NotConverged(
+                f"{plan.solver} stopped at a residual of {float(out.residual.max()):.2g} after {out.steps} steps, "
+                f"above {plan.tolerance:g}; use a closer preconditioner ('kron' for 'diag'), a larger prior precision, "
+                "more max_steps, a looser tolerance, or a network in float64"
+            )
+        return out
+
+    def _solve(self, b: Tensor, start: Tensor | None) -> Solution:
+        plan, mv = self.plan, self._whitened(self.gram)
+        if plan.solver == "cg":
+            return cg(mv, b, self._precondition, start, plan.tolerance, plan.max_steps)
+        root = self.reads()
+        batches = (self._whitened(gram) for gram in root.minibatches(self.weights.detach()))
+        whole = -(-ROUND // root.batches)  # passes a round
+        rounds = max(1, plan.max_steps // whole)
+        return sgd(mv, batches, b, whole * root.batches, self._precondition, start, plan.tolerance, rounds)
+
+    # -- samples ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """A name for W and D."""
+        d = self.precision()
+        index = None if d.index is None else hash(d.index.cpu().numpy().tobytes())
+        return tuple(self.weights.tolist()), tuple(d.values.tolist()), index, d.key
+
+    @property
+    def known(self) -> Samples | None:
+        """The samples, if they were solved for."""
+        last = self.cache.get("samples")
+        return last[1] if last is not None and last[0] == self.key else None
+
+    @cached_property
+    def samples(self) -> Samples:
+        """The planned number of draws, of the same base noise for every W and D."""
+        if self.known is not None:
+            return self.known
+        last = self.cache.get("samples")
+        root, plan = self.reads(), self.plan
+        before, prior = root.passes, self._normal(plan.samples, torch.Generator().manual_seed(plan.seed + 1))
+        solution = self.solved(self._right(self.noise, prior), prior if last is None else last[2])
+        z = self.d.rsqrt() * solution.x
+        gz, squares = root.product(z, self.weights.detach())
+        found = Samples(
+            z,
+            _by_group(self.precision(), z * gz),
+            squares,
+            float(solution.residual.max()),
+            solution.steps,
+            root.passes - before,
+            plan.solver,
+            self.close[1],
+        )
+        self.remember(found)
+        return found
+
+    @property
+    def noise(self) -> Tensor:
+        """R_hᵀ e of the samples, (h, k, p): one pass, and then for every W and D."""
+        if "noise" not in self.cache:
+            self.cache["noise"] = self.reads().noise(self.plan.samples, torch.Generator().manual_seed(self.plan.seed))
+        return self.cache["noise"]
+
+    def remember(self, samples: Samples) -> None:
+        """Take these as the samples of this W and D, and start from them where others are asked for."""
+        self.cache["samples"] = self.key, samples, self.d.sqrt() * samples.z
+
+    def _normal(self, k: int, generator: torch.Generator) -> Tensor:
+        return linalg.standard_normal((k, self.size), generator, self.d)
+
+    def _right(self, noise: Tensor, prior: Tensor) -> Tensor:
+        """D^-½ (RᵀW^½ e) + e₀."""
+        pulled = torch.einsum("h,hkp->kp", self.weights.detach().sqrt(), noise)
+        return self.d.rsqrt() * pulled + prior
+
+    @cached_property
+    def spread(self) -> Tensor:
+        """The samples at this t, (k, p)."""
+        return self.samples.z * self.level.detach().rsqrt()
+
+    # -- log|M| -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def log_determinant(self) -> Estimate:
+        """log|M| at t = 1, by as many probes as there are samples."""
+        known = self.cache.get("logdet")
+        if known is not None and known[0] == self.key:
+            return known[1]
+        self.reads()
+        close, plan = self.close[0], self.plan
+        starts = linalg.draw(close, max(FEWEST, plan.samples), torch.Generator().manual_seed(plan.seed + 2))
+        at_once = max(1, plan.memory_budget // (8 * STEPS * self.size))
+        groups = starts.tensor_split(max(1, min(len(starts) // FEWEST, -(-len(starts) // at_once))))
+
+        def step(v: Tensor) -> Tensor:
+            return linalg.solve(close, self.gram(v) + self.d * v)
+
+        def inner(v: Tensor) -> Tensor:
+            return linalg.mv(close, v)
+
+        found = [slq(step, some, lambda values: values.log(), inner, plan.max_steps)[0] for some in groups]
+        out = mean_of(torch.cat([one.samples for one in found]) + linalg.logdet(close))
+        self.cache["logdet"] = self.key, out
+        return out
+
+
+def _by_group(d: Diagonal, values: Tensor) -> Tensor:
+    """Sums of (k, p) over the groups of a Diagonal, (k, g)."""
+    if d.index is None:
+        return values.sum(-1, keepdim=True) if d.single else values
+    return values.new_zeros(len(values), d.values.numel()).index_add(1, d.index, values)
+
+
+@linalg.scale.register
+def _(op: Streamed, s: Tensor) -> Streamed:
+    return replace(op, level=op.level * s)
+
+
+@linalg.shift.register
+def _(op: Streamed, d: Diagonal) -> Streamed:
+    d = linalg.scale(d, 1 / op.level)
+    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+
+
+@linalg.mv.register
+def _(op: Streamed, v: Tensor) -> Tensor:
+    flat = v.reshape(-1, op.size)
+    out = op.gram(flat)
+    out = out if op.diag is None else out + op.d * flat
+    return (op.level.detach() * out).reshape(v.shape)
+
+
+@linalg.solve.register
+def _(op: Streamed, b: Tensor) -> Tensor:
+    scale = op.d.rsqrt()
+    u = op.solved(scale * b.reshape(-1, op.size)).x
+    return (scale * u / op.level.detach()).reshape(b.shape)
+
+
+@linalg.logdet.register
+def _(op: Streamed) -> Tensor:
+    return op.log_determinant.value + linalg.logdet_slope(op)
+
+
+@linalg.logdet_slope.register
+def _(op: Streamed) -> Tensor:
+    """log|M| without its value at t = 1: p log t, and zero with the derivatives that the samples give."""
+    out = op.size * op.level.log()
+    w, d = op.weights, op.diag
+    if d is not None and d.values.requires_grad:
+        slope = d.counts().detach() - op.samples.gamma.mean(0)
+        out = out + (slope * (d.values / d.values.detach()).log()).sum()
+    if w.requires_grad:
+        slope = w.detach() * op.samples.squares.mean(0)
+        out = out + (slope * (w / w.detach()).log()).sum()
+    return out
+
+
+@linalg.draw.register
+def _(op: Streamed, n: int, generator: torch.Generator) -> Tensor:
+    """Of noise of their own; the samples that predictions use are `op.spread`."""
+    prior = op._normal(n, generator)
+    noise = op.reads().noise(n, generator)
+    u = op.solved(op._right(noise, prior), prior).x
+    return u * (op.d * op.level.detach()).rsqrt()
+
+
+@linalg.covariance.register
+def _(op: Streamed, rows: Tensor) -> Tensor:
+    return rows @ linalg.solve(op, rows).mT
+
+
+@linalg.diagonal.register
+def _(op: Streamed) -> Tensor:
+    out = op.weights.detach() @ op.reads().diagonal()
+    return op.level.detach() * (out if op.diag is None else out + op.d)
+
+
+@linalg._traces.register
+def _(op: Streamed, groups: Diagonal) -> Tensor:
+    """By the base noise: E (RᵀW^½e)² = diag RᵀWR."""
+    squares = torch.einsum("h,hkp->kp", op.weights.detach().sqrt(), op.noise).square().mean(0, keepdim=True)
+    out = _by_group(groups, squares if groups.unit is None else squares / groups.unit)[0]
+    out = out if op.diag is None else out + linalg.traces(op.precision(), groups)
+    return op.level.detach() * out
+
+
+@linalg.to_dense.register
+def _(op: Streamed) -> Tensor:
+    eye = torch.eye(op.size, dtype=torch.float64, device=op.level.device)
+    return torch.cat([linalg.mv(op, some) for some in eye.split(op.plan.samples)])

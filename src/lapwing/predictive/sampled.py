@@ -1,0 +1,51 @@
+"""The outputs at new inputs by samples of the posterior, where its precision is known by products alone:
+
+    f + J(x) z_k,   Cov f ≈ (1/k) Σ_k (J z_k)(J z_k)ᵀ          z_k of mean zero: unbiased, over any inputs together
+
+One push a sample. The covariance is fitted to the samples and Gaussian draws are made from it: an average of softmaxes
+over so few samples would be far noisier. A variance from k samples has a relative standard error of √(2/k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing import tree
+from lapwing.curvature.products import at_once, pieces
+from lapwing.errors import InvalidValue
+from lapwing.tangent import TangentModel
+
+
+def pushed(tangent: TangentModel, z: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+    """f (n, ..., c) and J z (k, n, ..., c), in float32 or better."""
+    fs, aways = [], []
+    for piece in _pieces(tangent, x, len(z)):
+        made = [tangent.jvps(piece, some) for some in z.split(at_once(tangent))]
+        f = made[0][0].detach()
+        dtype = torch.promote_types(f.dtype, torch.float32)
+        fs.append(f.to(dtype))
+        aways.append(torch.cat([away for _, away in made]).detach().to(dtype))
+    return torch.cat(fs), torch.cat(aways, 1)
+
+
+def _pieces(tangent: TangentModel, x: Any, k: int) -> Iterator[Any]:
+    if not tangent.separable(x):
+        yield x
+        return
+    index = torch.arange(tree.batch_size(x), device=tangent.device)
+    for piece, _ in pieces(tangent, x, index, k):
+        yield piece
+
+
+def covariance(away: Tensor, joint: bool) -> Tensor:
+    """(1/k) Σ_k a aᵀ for a (k, n, ..., c): (n, ..., c, c), or (n, c, n, c) if joint."""
+    if not joint:
+        return torch.einsum("k...a,k...b->...ab", away, away) / len(away)
+    if away.ndim != 3:
+        raise InvalidValue(f"joint=True needs outputs (n, c), got {tuple(away.shape[1:])}")
+    flat = away.flatten(1)
+    return (flat.mT @ flat / len(away)).reshape(*away.shape[1:], *away.shape[1:])

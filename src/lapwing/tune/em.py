@@ -1,0 +1,70 @@
+"""MacKay's fixed point with sampled traces: γ_g from samples z of the posterior, not from a factorization (Eq. 7)
+
+    γ̂_g = mean_k z_gᵀ(Gz)_g,    λ_g ← γ̂_g / ‖v̄_g − m_g‖²,    σ² ← SSE / (N·C − γ̂)
+
+an EM step whose E step is the samples. They are of the same base noise at every step, rescaled, so that γ̂ is one smooth
+function of the hyperparameters with one fixed point, and each solve starts from the last. Nothing is gained by coming
+closer than a part of γ̂'s own standard error. Source: Antorán et al. 2023.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lapwing.center import Center
+from lapwing.curvature import State
+from lapwing.errors import Unsupported
+from lapwing.operators import Streamed, linalg
+from lapwing.posterior import curvature
+from lapwing.tune.bounds import Box, Tuning, box, warn_bound
+from lapwing.tune.fixed_point import FASTEST, TOLERANCE, Stride, _Loop, _precise, precision
+from lapwing.tune.tracking import Tracker
+
+STEPS = 100
+SHARE = 0.05  # of the standard error of γ̂, within which the fixed point is met
+
+
+def em(
+    state: State,
+    prior: Any,
+    likelihood: Any,
+    fixed: tuple[str, ...] = (),
+    tolerance: float = TOLERANCE,
+    tracker: Tracker | None = None,
+) -> tuple[Any, Any, Tuning]:
+    """The prior and likelihood of the fixed point, at the trained weights or at the v* of a tracker."""
+    if not isinstance(curvature(state, likelihood), Streamed):
+        raise Unsupported(f"em takes traces from samples; structure '{state.structure}' has exact ones: use mackay")
+    bounds = box(state, prior, likelihood, fixed)
+    bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)
+    loop = _Loop(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
+    values, steps, settled = _run(loop, bounds, tracker, tolerance)
+    at_bound = bounds.at_bound(values)
+    warn_bound(at_bound)
+    found = loop.at(values)
+    report = Tuning("em", "map", (), steps, settled, at_bound, tuple(fixed))
+    return *found, report if tracker is None else tracker.report(report, *found)
+
+
+def _run(loop: _Loop, bounds: Box, tracker: Tracker | None, tolerance: float) -> tuple[dict[str, Tensor], int, bool]:
+    values, stride, gap = dict(bounds.start), Stride(loop.most), 1.0
+    for step in range(1, STEPS + 1):
+        now = loop.at(values)
+        center: Center | None = None if tracker is None else tracker.center(*now, precision(gap, tolerance))
+        wanted, gap = loop.look(bounds, values, center)
+        near = max(tolerance, SHARE * _relative_error(loop, now))
+        if gap <= near and _precise(center, near):
+            return values, step, True
+        if gap > near:  # else once more here, with a better v*
+            values = stride.towards(wanted, values, bounds)
+    return values, STEPS, False
+
+
+def _relative_error(loop: _Loop, now: tuple[Any, Any]) -> float:
+    """The standard error of γ̂, of max(1, γ̂): the least over groups."""
+    prior, likelihood = now
+    gamma = linalg.shift(curvature(loop.state, likelihood), prior.operator()).samples.gamma  # (k, g)
+    error = gamma.std(0) / len(gamma) ** 0.5
+    return float((error / gamma.mean(0).clamp(min=1)).min())
