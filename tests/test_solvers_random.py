@@ -188,6 +188,16 @@ def test_xtrace_beats_hutchinson_where_eigenvalues_fall() -> None:
     assert all(10 * x.standard_error < h.standard_error for x, h in pairs)
 
 
+@pytest.mark.parametrize("condition", [1e1, 1e3])
+def test_error_bars_of_log_determinants_are_honest(condition: float) -> None:
+    k = psd(7, torch.logspace(0, torch.tensor(condition).log10(), 25))
+    truth, hits = float(torch.logdet(k)), 0
+    for seed in range(100):
+        low, high = slq(times(k), normal(seed, 12, 25), torch.log)[0].interval
+        hits += low <= truth <= high
+    assert 80 <= hits <= 97
+
+
 # -- preconditioners ---------------------------------------------------------------------------------------------
 
 
