@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -212,6 +212,21 @@ def covariances(
         fs.append(f)
         out.append(total)
     return torch.cat(fs), torch.cat(out, 1)
+
+
+def features(tangent: Any, parts: Any, x: Tensor, directions: Tensor, size: int = 16) -> Tensor:
+    """J(x) Vᵀ for directions V (k, p), (n, c, k)."""
+    capture, out = Capture(tangent, parts), []
+    columns = {part.name: directions[:, part.index(tangent.layout)].float() for part in parts}
+    for batch in x.split(size):
+        record = capture.run(batch)
+        n, c = record.f.shape
+        gradients, views = record.pull(torch.eye(c).expand(n, c, c)), record.views()
+        total = record.f.new_zeros(c, n, len(directions))
+        for name, own in columns.items():
+            total += views[name].outer(gradients[name]).flatten(2) @ own.mT
+        out.append(total.transpose(0, 1).detach())
+    return torch.cat(out)
 
 
 def blocks(state: Any, names: str = "") -> list[tuple[Any, Any]]:
@@ -403,6 +418,58 @@ def isotropic(problem: Problem) -> dict[str, Answers]:
     return {"labels:monte_carlo": settled(f, both, "monte_carlo", settings=settings, cost={"predict": cost["predict"]})}
 
 
+# Few directions of all weights. Both rows choose the prior precision by labels; `lowrank` keeps the prior beside its
+# directions, ELLA does not, and sums its curvature over as many images as the low rank does.
+SOME, RANK, ANCHORS = 10_000, 100, 2_000
+CHOICES = torch.logspace(0, 5, 21).tolist()
+
+
+def lowrank(problem: Problem) -> dict[str, Answers]:
+    """G ≈ RᵀR from a sketch over a part of the images, times what that part is of all."""
+    x, y = (t[:SOME] for t in problem.train)
+    structure = lw.curvature.LowRank(RANK)
+    factor = lw.curvature.Factor("monte_carlo", 1)
+    fitted, la = clocks(lambda: lw.laplace(problem.net, (x, y), "categorical", structure=structure, factor=factor))
+    op = curvature(la.state, LIKELIHOOD)
+    R = math.sqrt(len(problem.train[1]) / SOME) * op.rows.block(0, op.size)
+    _, f, cov, cost = kron_spread(problem)
+    F, taken = of_directions(problem, "lowrank", R)
+    both: list[Tensor] = []
+    for rows, whole in zip(F, cov["isotropic"], strict=True):
+        inner = torch.eye(len(R)) * torch.tensor(CHOICES).reshape(-1, 1, 1) + (R @ R.mT).float()
+        mine = torch.einsum("nak,gkl,nbl->gnab", rows, torch.linalg.inv(inner.double()).float(), rows)
+        both.append((whole - mine) / torch.tensor(CHOICES).reshape(-1, 1, 1, 1))
+    spent = {"fit": fitted["cpu"], "predict": taken + cost["predict"]}
+    found = settled(f, (both[0], both[1]), "monte_carlo", settings=CHOICES, cost=spent)
+    return {
+        "labels:monte_carlo": replace(found, about={"share": la.state.structure.captured(la.state, torch.ones(1))[0]})
+    }
+
+
+def ella(problem: Problem) -> dict[str, Answers]:
+    x, y = (t[:SOME] for t in problem.train)
+    fitted, la = clocks(lambda: lw.gp.ella(problem.net, (x, y), "categorical", anchors=ANCHORS, rank=20))
+    psi, taken = of_directions(problem, "ella", la.directions)
+    gram = la.state.sums["gram"][0]
+    inverse = torch.linalg.inv(gram + torch.eye(len(gram)).double() * torch.tensor(CHOICES).double().reshape(-1, 1, 1))
+    both = [torch.einsum("nak,gkl,nbl->gnab", rows, inverse.float(), rows) for rows in psi]
+    spent = {"fit": fitted["cpu"], "predict": taken}
+    found = settled(problem.logits, (both[0], both[1]), "monte_carlo", settings=CHOICES, cost=spent)
+    return {"labels:monte_carlo": replace(found, about={"share": la.share})}
+
+
+def of_directions(problem: Problem, name: str, directions: Tensor) -> tuple[Pair, float]:
+    """Features at the test images and the street numbers, and their CPU seconds."""
+    state, found = kron_state(problem)[0], []
+    for kind, x in (("test", problem.test[0]), ("ood", problem.ood)):
+        made = [
+            problem.kept(f"{name}_{kind}_{i}", partial(features, state.tangent, state.parts, some, directions))
+            for i, some in enumerate(x.split(1000))
+        ]
+        found.append((torch.cat([m for m, _ in made]), sum(seconds for _, seconds in made)))
+    return (found[0][0], found[1][0]), found[0][1] + found[1][1]
+
+
 ROWS: dict[str, Callable[[Problem], dict[str, Answers]]] = {
     "map": network,
     "temperature": temperature,
@@ -410,6 +477,8 @@ ROWS: dict[str, Callable[[Problem], dict[str, Answers]]] = {
     "last_layer_kron": last_layer("kron"),
     "isotropic": isotropic,
     "kron": kron,
+    "lowrank": lowrank,
+    "ella": ella,
 }
 
 
@@ -442,24 +511,116 @@ def compared(problem: Problem, records: dict[str, Any]) -> None:
         records[label]["against"] = {b: difference(own, each[b]) for b in others}
 
 
+# -- joint predictions -------------------------------------------------------------------------------------------
+
+JOINT, TOGETHER, KAPPAS = 500, 20, (1, 2, 3, 4, 5)
+
+
+def joint(problem: Problem, records: dict[str, Any]) -> None:
+    """Joint log-likelihoods of dyadic sets of the first test images, within groups of 20 that are predicted together.
+    Rows with labels stand at the median of their settings, which some of these images helped to choose."""
+    state, y = kron_state(problem)[0], problem.test[1][:JOINT]
+    chosen = joint_settings(records)
+    precisions = sorted({precision for precision, _ in chosen.values() if precision > 0})
+    found = problem.kept("joint", lambda: covariances(state, problem.test[0][:JOINT], precisions, "", TOGETHER, 20))
+    (f, cov), _ = found
+    cov_of = {precision: cov[i] for i, precision in enumerate(precisions)} | {0.0: cov[-1]}
+    scale = median(records["temperature"]["picked"])
+    each = {"map": _joint(f, None, y), "temperature": _joint(f / scale, None, y)}
+    for label, (precision, times) in chosen.items():
+        each[label] = _joint(f, times * cov_of[precision], y)
+    for label, values in each.items():
+        found = {str(k): {"mean": float(v.mean()), **against(v, each, k)} for k, v in values.items()}
+        records[label]["joint"] = found
+
+
+def joint_settings(records: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Row -> prior precision (0 for no curvature) and factor on the covariance."""
+    out = {}
+    for label, record in records.items():
+        if label.startswith("kron:") and label.endswith("monte_carlo"):
+            if "likelihood_power" in record:
+                power = record["likelihood_power"]
+                out[label] = record["prior_precision"] / power, 1 / power
+            elif "temperature" in label:
+                out[label] = record["picked"][0][0], median(t for _, t in record["picked"])
+        elif label == "isotropic:labels:monte_carlo":
+            out[label] = 0.0, 1 / median(record["picked"])
+    return out
+
+
+def _joint(f: Tensor, cov: Tensor | None, y: Tensor) -> dict[int, Tensor]:
+    """Of each set, for each number of anchors; without a covariance the network is one draw."""
+    out: dict[int, list[Tensor]] = {kappa: [] for kappa in KAPPAS}
+    for i, (mu, labels) in enumerate(zip(f.split(TOGETHER), y.split(TOGETHER), strict=True)):
+        shape = (TOGETHER, f.shape[-1])
+        given: Any = mu.softmax(-1).unsqueeze(0)
+        if cov is not None:
+            given = lw.Prediction(LIKELIHOOD, mu, cov[i].reshape(*shape, *shape), "monte_carlo", joint=True)
+        for kappa in KAPPAS:
+            generator = torch.Generator().manual_seed(i)
+            out[kappa].append(
+                metrics.joint_log_likelihood(given, labels, kappa, draws=1024, generator=generator, each=True)
+            )
+    return {kappa: torch.cat(values) for kappa, values in out.items()}
+
+
+def against(values: Tensor, each: dict[str, dict[int, Tensor]], kappa: int) -> dict[str, Any]:
+    return {b: difference(values, each[b][kappa]) for b in ("map", "temperature")}
+
+
+# -- the page ----------------------------------------------------------------------------------------------------
+
+
+def line(cells: list[Any]) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def table(records: dict[str, Any]) -> str:
+    names = ["row", "labels", "NLL", "less than MAP", "less than temperature", "less than isotropic"]
+    out = [line([*names, "accuracy", "ECE", "Brier", "AUROC", "fit", "precision"]), "|---" + "|--:" * 11 + "|"]
+    for label, r in records.items():
+        apart = [r.get("against", {}).get(b) for b in BASELINES]
+        shown = ["" if d is None else f"{-d['difference']:.4f} ± {d['standard_error']:.4f}" for d in apart]
+        spread = f" (± {r['nll_sd_over_choices']:.4f})" if "nll_sd_over_choices" in r else ""
+        fit = f"{r['cost']['fit'] / r['units']['gradient']:.2f}" if "fit" in r["cost"] else ""
+        precision = f"{r['prior_precision']:.4g}" if "prior_precision" in r else ""
+        scores = [f"{r[key]:.4f}" for key in ("accuracy", "ece", "brier", "auroc")]
+        out.append(line([label, r["labels"] or "", f"{r['nll']:.4f}{spread}", *shown, *scores, fit, precision]))
+    both = [(label, r["joint"]) for label, r in records.items() if "joint" in r]
+    if both:
+        out += ["", line(["joint log-likelihood", *(f"κ = {k}" for k in KAPPAS)]), "|---" + "|--:" * len(KAPPAS) + "|"]
+        for label, r in both:
+            out.append(line([label, *(f"{r[str(k)]['mean']:.3f}" for k in KAPPAS)]))
+    return "\n".join(out)
+
+
 def write(depth: int, records: dict[str, Any]) -> None:
     stored = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"experiment": "cifar10", "networks": {}}
     stored["networks"][f"resnet{depth}"] = records
     stored |= {"machine": machine(), "versions": versions("torch", "numpy", "lapwing")}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition("<!-- tables -->\n")
+    after = rest.partition("<!-- end of tables -->\n")[2]
+    networks = json.loads(RESULTS.read_text())["networks"]
+    tables = "\n\n".join(f"**{name}**\n\n{table(records)}" for name, records in networks.items())
+    PAGE.write_text(f"{before}<!-- tables -->\n{tables}\n<!-- end of tables -->\n{after}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, "joint"], default=[*ROWS, "joint"])
     parser.add_argument("--depth", type=int, default=20, choices=(20, 32, 44, 56))
     args = parser.parse_args()
     problem = Problem(args.depth)
     stored = json.loads(RESULTS.read_text())["networks"] if RESULTS.is_file() else {}
     records = stored.get(f"resnet{args.depth}", {})
     for name in args.rows:
-        run(problem, name, records)
+        if name == "joint":
+            joint(problem, records)
+        else:
+            run(problem, name, records)
         compared(problem, records)
         write(args.depth, records)
 

@@ -2,7 +2,7 @@
 
     LAPWING_DATA=<folder> LAPWING_CIFAR_TRAIN=<file> python experiments/cifar10_evidence.py [--only precisions ...]
 
-On a part of the images (1,000 of the test set, 500 of the training set), with the curvature of `cifar10.py`:
+On a part of the images (600 of the test set, 300 of the training set), with the curvature of `cifar10.py`:
 
     precisions    test and training NLL, the expected training NLL E_q[−log p] and the two objectives, over precisions:
                   the Laplace evidence, and the lower bound that the same Gaussian gives with the likelihood itself
@@ -12,6 +12,7 @@ On a part of the images (1,000 of the test set, 500 of the training set), with t
     conditional   log p(D₂ | D₁), evidence over all data less that over four fifths of them
     augmented     what images look like to the network: fit and curvature of plain, cropped and held-out ones
     curvature     views with the curvature of random views (crops and flips) in the place of that of plain images
+    transfer      views on another network (--depth), with the curvature of a fifth of the training images
 
 Results go under "evidence" in `results/cifar10.json`.
 """
@@ -29,12 +30,15 @@ import torch
 from cifar10 import (
     BATCH,
     RESULTS,
+    SHARDS,
     VIEWS,
     Problem,
     blocks,
     covariances,
+    difference,
     evidence_precision,
     forward,
+    kron_shard,
     kron_state,
     probabilities,
     repeated,
@@ -45,7 +49,7 @@ import lapwing as lw
 from lapwing import metrics
 from lapwing.predictive.link import DRAWS, psd_root, quasi_normal
 
-TEST, TRAIN = 1_000, 500
+TEST, TRAIN = 600, 300
 GRID = [300.0, 1e3, 3e3, 1e4, 3e4, 1e5]
 POWERS = [1, 3, 10, 30, 100, VIEWS, 300, 1000]
 LAYERS = {
@@ -250,6 +254,31 @@ def curvature(problem: Problem) -> dict[str, Any]:
     return {"precision": precision, **{kind: scores(f, cov[0], y) for kind, (f, cov, y) in found.items()}}
 
 
+def transfer(problem: Problem) -> dict[str, Any]:
+    """The network, temperature scaling by 1,000 other images, and Laplace by the evidence with and without views."""
+    path = problem.path("kron_0.safetensors")
+    if not path.is_file():
+        kron_shard(problem, 0).save(path)
+    state = repeated(lw.load(path, problem.net).state, SHARDS)
+    found = {power: evidence_precision(repeated(state, power)) for power in (1, VIEWS)}
+    x, y = (t[: TEST + 1000] for t in problem.test)
+    grid = [s / power for power, s in found.items()]
+    (f, cov), _ = problem.kept("transfer", lambda: covariances(state, x[:TEST], grid))
+    other = forward(problem.net, x[TEST:])
+    scale = min((1 + 0.02 * i for i in range(60)), key=lambda t: metrics.nll((other / t).softmax(-1), y[TEST:]))
+    out: dict[str, Any] = {"network": f.softmax(-1), "temperature": (f / scale).softmax(-1)}
+    out |= {f"power {k}": probabilities(f, cov[i] / k, "monte_carlo") for i, k in enumerate(found)}
+    each = {name: metrics.nll(p, y[:TEST], each=True) for name, p in out.items()}
+    return {
+        name: {
+            "nll": float(each[name].mean()),
+            "ece": metrics.ece(p, y[:TEST]),
+            "less_than_temperature": difference(each["temperature"], each[name]),
+        }
+        for name, p in out.items()
+    } | {"precisions": found, "temperature_scale": scale}
+
+
 STUDIES: dict[str, Callable[[Problem], Any]] = {
     "precisions": precisions,
     "views": views,
@@ -258,6 +287,7 @@ STUDIES: dict[str, Callable[[Problem], Any]] = {
     "conditional": conditional,
     "augmented": augmented,
     "curvature": curvature,
+    "transfer": transfer,
 }
 
 
