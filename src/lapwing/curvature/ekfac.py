@@ -138,6 +138,9 @@ class SecondMoments:
                 some = slice(first, first + outputs)
                 yield view.chunk(index), g[:, index][..., some], some
 
+    def close(self, view: Any) -> None:
+        pass
+
     def result(self) -> dict[str, Tensor]:
         return {"values": self.total.clamp_(min=0)}  # sums of squares: what is below 0 is rounding (repeated tokens)
 
@@ -162,13 +165,10 @@ class EigenSum(LayeredSum):
                 self.sums[part.name] = SecondMoments(part, weights, ua, ub, dtype)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
-        record = self.record
-        views = record.views()
+        views = self.record.views()
         for name in views:
             if isinstance(self.sums[name], SecondMoments):
                 views[name] = self.sums[name].turned(views[name])
-        for gradients in record.columns(u, self.weights, self.budget // 4):
-            for name, g in gradients.items():
-                self.sums[name].add(views[name], g, self.budget // 4)
+        self._observe_layers(views, u)
         self._observe_generic(x, u.to(f))
         del self.record

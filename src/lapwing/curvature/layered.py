@@ -171,15 +171,19 @@ class LayeredSum:
         return self.record.f.detach()
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
-        record, n = self.record, len(f)
-        views = record.views()
+        views = self.record.views()
         for name, view in views.items():
-            self.sums[name].see(view, n)
-        for gradients in record.columns(u, self.weights, self.budget // 4):
-            for name, g in gradients.items():
-                self.sums[name].add(views[name], g, self.budget // 4)
+            self.sums[name].see(view, len(f))
+        self._observe_layers(views, u)
         self._observe_generic(x, u.to(f))
         del self.record
+
+    def _observe_layers(self, views: dict[str, Any], u: Tensor) -> None:
+        for gradients in self.record.columns(u, self.weights, self.budget // 4):
+            for name, g in gradients.items():
+                self.sums[name].add(views[name], g, self.budget // 4)
+        for name, view in views.items():
+            self.sums[name].close(view)
 
     def _observe_generic(self, x: Any, u: Tensor) -> None:
         if not self.generic:

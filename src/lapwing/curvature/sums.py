@@ -4,6 +4,8 @@ kron      A = Σ a aᵀ (b, i, i),  B = Σ g gᵀ (h, b, o, o),  count = N·S (e
           H ≈ (1/count) B ⊗ A                                                            Eq. 14
 dense     Σ_n Σ_k dW dWᵀ  (h, boi, boi)
 diagonal  Σ_n Σ_k dW²     (h, boi), positions summed before the square                    Eq. 16
+
+A batch is see(view, n), add(view, g, budget) for its cotangents a few at a time, and close(view).
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ class KroneckerSum:
         for h, mine in enumerate(by_weight(g, self.weights)):
             _add_outputs(self.b[h], mine.sum(2, keepdim=True) if self.sharing == "reduce" else mine)
 
+    def close(self, view: Any) -> None:
+        pass
+
     def result(self) -> dict[str, Tensor]:
         b, _, i = self.shape
         a = self.b.new_zeros(b, i, i) if self.a is None else self.a  # None: called on the probe, on no batch
@@ -71,6 +76,9 @@ class DenseSum:
         for piece, part_g in _pieces(view, g, self.size, budget):
             self.add_rows(piece.outer(part_g).flatten(2))
 
+    def close(self, view: Any) -> None:
+        pass
+
     def add_rows(self, rows: Tensor) -> None:
         """rows (K, n, p)."""
         for h, mine in enumerate(by_weight(rows, self.weights)):
@@ -85,15 +93,26 @@ class DiagonalSum:
     def __init__(self, part: Part, weights: int, device: torch.device) -> None:
         self.weights, self.size = weights, part.size
         self.total = torch.zeros(weights, part.size, dtype=torch.float64, device=device)
+        self.squares: Tensor | None = None  # Σ_k g² of a batch without shared positions, (h, n, 1, b, o)
 
     def see(self, view: Any, n: int) -> None:
         pass
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
-        shared = view.positions > 1
-        for piece, part_g in _pieces(view, g, self.size, budget) if shared else [(view, g)]:
+        if view.positions == 1:  # Σ_k (g_k a)² = (Σ_k g_k²) a²: one product for all columns, in close
+            g = g.to(torch.promote_types(g.dtype, torch.float32))
+            squares = torch.stack([mine.square().sum(0) for mine in by_weight(g, self.weights)])
+            self.squares = squares if self.squares is None else self.squares.add_(squares)
+            return
+        for piece, part_g in _pieces(view, g, self.size, budget):
             for h, mine in enumerate(by_weight(part_g, self.weights)):
                 self.total[h] += piece.squares(mine).reshape(-1)
+
+    def close(self, view: Any) -> None:
+        if self.squares is not None:
+            for h, square in enumerate(self.squares):
+                self.total[h] += view.to(square.dtype).squares(square.sqrt().unsqueeze(0)).reshape(-1)
+            self.squares = None
 
     def add_rows(self, rows: Tensor) -> None:
         for h, mine in enumerate(by_weight(rows, self.weights)):

@@ -66,7 +66,7 @@ class DenseInputs:
         if self.positions == 1:
             return torch.einsum("nbo,nbi->boi", g[:, :, 0].square().sum(0), self.a[:, 0].square())
         flat = self.outer(g).flatten(0, 1)
-        return (flat * flat).sum(0)
+        return flat.mul_(flat).sum(0)  # in place: what was just made is still in the caches
 
     def rotated(self, basis: Tensor | None) -> DenseInputs:
         """Inputs in another basis, basis (b, i, j)."""
