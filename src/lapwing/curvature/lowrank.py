@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing import tree
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
@@ -122,25 +123,34 @@ class SketchSum:
         basis: dict[str, Tensor],
         budget: int,
     ) -> None:
-        self.maker, self.budget, self.basis = RowMaker(tangent, parts), budget, basis
+        self.tangent, self.maker, self.budget, self.basis = tangent, RowMaker(tangent, parts), budget, basis
+        self.each: int | None = None  # bytes of an example's rows, and of the gradients that they are made from
         self.tests = tests.to(torch.promote_types(tangent.dtype, torch.float32))
         self.slices = list(tangent.layout.slices().values())
         self.sketch = torch.zeros(tests.shape, dtype=torch.float64, device=tangent.device)
         self.trace = torch.zeros(len(tests), len(self.slices), dtype=torch.float64, device=tangent.device)
 
     def forward(self, x: Any) -> Tensor:
-        self.record = self.maker.run(x)
-        return self.record.f.detach()
+        return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        for piece, some in self.tangent.pieces(x, u, self._bytes(x, u), self.budget // 2):
+            for rows in self.maker.rows(self.maker.run(piece), piece, some, self.budget // 4):  # (n, K, p)
+                self._add(rows)
+
+    def _bytes(self, x: Any, u: Tensor) -> int:
+        if self.each is None:
+            one = self.maker.run(tree.rows_of(x, slice(0, 1)) if self.tangent.separable(x) else x)
+            self.each = 2 * u.shape[1] * (self.tests.shape[-1] * self.tests.element_size() + one.column_bytes)
+        return self.each
+
+    def _add(self, rows: Tensor) -> None:
         groups = len(self.sketch)
-        for rows in self.maker.rows(self.record, x, u, self.budget // 4):  # (n, K, p)
-            for g, tests in enumerate(self.tests):
-                mine = rows[:, g::groups].reshape(-1, rows.shape[-1]).to(tests)
-                self.sketch[g] += (mine @ tests.mT).mT @ mine
-                squares = torch.einsum("mp,mp->p", mine, mine).to(self.trace)
-                self.trace[g] += torch.stack([squares[columns].sum() for columns in self.slices])
-        del self.record
+        for g, tests in enumerate(self.tests):
+            mine = rows[:, g::groups].reshape(-1, rows.shape[-1]).to(tests)
+            self.sketch[g] += (mine @ tests.mT).mT @ mine
+            squares = torch.einsum("mp,mp->p", mine, mine).to(self.trace)
+            self.trace[g] += torch.stack([squares[columns].sum() for columns in self.slices])
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         return {"sketch": self.sketch, "trace": self.trace}, ()
