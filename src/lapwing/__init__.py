@@ -4,6 +4,7 @@ the evidence picks."""
 from lapwing import (
     curvature,
     errors,
+    gp,
     likelihoods,
     metrics,
     operators,
@@ -37,6 +38,7 @@ __all__ = [
     "doctor",
     "errors",
     "from_state",
+    "gp",
     "laplace",
     "likelihoods",
     "linearize",

@@ -128,5 +128,5 @@ def sketched_lanczos(
     _, sizes, basis = torch.linalg.svd(kept, full_matrices=False)
     if not bool(sizes[0] > 0):
         raise InvalidValue("the curvature over the data is zero: no output depends on the selected weights")
-    least = torch.finfo(torch.promote_types(tangent.dtype, torch.float32)).eps ** 0.4  # below it, a size is rounding
+    least = torch.finfo(torch.promote_types(tangent.dtype, torch.float32)).eps ** 0.5  # below it, a size is rounding
     return Score(tangent, project, basis[sizes > least * sizes[0]], passes[0], budget)
