@@ -75,6 +75,24 @@ def test_the_penalty_is_the_prior_s_at_any_granularity_and_mean(mlp: nn.Module, 
     close(slope.reshape(-1), (precision * gap)[:20] / 11)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_penalty_can_be_differentiated_twice(mlp: nn.Module, regression: tuple, shared: bool) -> None:
+    """Its Hessian is A/N, with a mean and inside another function."""
+    precision = 0.7 if shared else torch.rand(39).double() + 0.5
+    mean = {n: torch.randn_like(p) for n, p in mlp.named_parameters()}
+    prior = lw.priors.Gaussian(precision, per="all" if shared else "weight", mean=mean)
+    online = lw.OnlineEvidence(mlp, regression, "gaussian", structure="diag", prior=prior)
+    weights = list(mlp.parameters())
+    slopes = torch.autograd.grad(3 * online.penalty() ** 2, weights, create_graph=True)
+    v = torch.randn(39).double()
+    along = (torch.cat([s.reshape(-1) for s in slopes]) * v).sum()
+    found = torch.cat([g.reshape(-1) for g in torch.autograd.grad(along, weights)])
+    a = online.prior.operator().dense() / 11
+    gap = torch.cat([(p - mean[n]).detach().reshape(-1) for n, p in mlp.named_parameters()])
+    value = 0.5 * (a * gap.square()).sum()
+    close(found, 6 * (value * a * v + a * gap * (a * gap * v).sum()))
+
+
 # -- updates -----------------------------------------------------------------------------------------------------
 
 
@@ -134,13 +152,19 @@ def test_the_recorded_evidence_is_dense_linear_algebra_s(
     assert math.isclose(record.effective_dimension, float(gamma), rel_tol=1e-8)
 
 
-@pytest.mark.parametrize("structure", ["full", "block", "kron", "diag"])
-def test_the_evidence_that_is_climbed_is_the_evidence(mlp: nn.Module, regression: tuple, structure: str) -> None:
+@pytest.mark.parametrize(
+    ("structure", "per"),
+    [("full", "layer"), ("block", "layer"), ("kron", "layer"), ("diag", "layer"), ("diag", "weight")],
+)
+def test_the_evidence_that_is_climbed_is_the_evidence(
+    mlp: nn.Module, regression: tuple, structure: str, per: str
+) -> None:
     """What is made once for all steps gives the same value and slopes, for one noise and for one an output."""
+    prior = lw.priors.Gaussian(1.0, per=per)
     for noise in (0.4, torch.tensor([0.4, 0.9, 1.3])):
-        la = lw.laplace(mlp, regression, lw.likelihoods.Gaussian(noise), structure=structure, prior="layerwise")
+        la = lw.laplace(mlp, regression, lw.likelihoods.Gaussian(noise), structure=structure, prior=prior)
         climbed = lw.tune.online._fixed_curvature(la.state, la.prior, la.likelihood)
-        lam = torch.tensor([0.3, 2.2], dtype=torch.float64, requires_grad=True)
+        lam = torch.linspace(0.3, 2.2, la.prior.precision.numel(), dtype=torch.float64, requires_grad=True)
         sigma = (1.7 * torch.as_tensor(noise, dtype=torch.float64)).requires_grad_()
         now = la.prior.replace(precision=lam), lw.likelihoods.Gaussian(sigma)
         values = climbed(*now), lw.evidence.log_evidence(la.state, *now)

@@ -33,30 +33,29 @@ class Objective:
     n: int  # N, examples in all
 
     @cached_property
-    def terms(self) -> dict[str, tuple[float | Tensor, float | Tensor]]:
-        """λ and m of each selected parameter, in its dtype; one number where all its weights share them."""
+    def terms(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """λ/N and m of each selected parameter, in its dtype; 0-dim where all its weights share them, no m for 0."""
         with torch.inference_mode(False), torch.no_grad():
             layout, named = self.prior.layout, dict(self.model.named_parameters())
             precision = layout.unflatten(self.prior.operator().dense().detach())
             mean = layout.unflatten(self.prior.mean_vector())
             kinds = {n: torch.promote_types(named[n].dtype, torch.float32) for n in layout.names}
-            return {n: (_shared(precision[n], kinds[n]), _shared(mean[n], kinds[n])) for n in layout.names}
+            return {
+                n: (_shared(precision[n] / self.n, kinds[n]), _shared(mean[n], kinds[n]) if mean[n].any() else None)
+                for n in layout.names
+            }
 
     def __call__(self, model: nn.Module) -> Tensor:
         """½ ‖θ − m‖²_A / N, differentiable in the model's parameters."""
         named, masks = dict(model.named_parameters()), self.prior.layout.masks
-        total = []
-        for name, (precision, mean) in self.terms.items():
+        gaps = []
+        for name, (_, mean) in self.terms.items():
             if name not in named:
                 raise InvalidValue(f"the model has no parameter {name}, which the prior is over; give the same network")
             theta = named[name][masks[name]] if name in masks else named[name]
             theta = theta.to(torch.promote_types(theta.dtype, torch.float32))
-            gap = (theta if isinstance(mean, float) and mean == 0 else theta - mean).reshape(-1)
-            if isinstance(precision, float):
-                total.append(precision * gap.dot(gap))  # two kernels a step of training, where a grid has one
-            else:
-                total.append((precision.reshape(-1) * gap).dot(gap))
-        return torch.stack(total).sum() / (2 * self.n)
+            gaps.append(theta if mean is None else theta - mean)
+        return Quadratic.apply(tuple(precision for precision, _ in self.terms.values()), *gaps)
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """The mean negative log-likelihood of a batch of outputs f (n, ..., c), plus the penalty."""
@@ -106,6 +105,22 @@ def begin(
     return Objective(model, bound, known, seen.n - dropped(batches))
 
 
-def _shared(values: Tensor, dtype: torch.dtype) -> float | Tensor:
+class Quadratic(torch.autograd.Function):
+    """½ Σ_l Σ_i a_li d_li² for tensors d_l and a_l, and its gradient a d: one node, where autograd's would be four a
+    tensor, and a step of training pays for each."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: tuple[Tensor, ...], *gaps: Tensor) -> Tensor:
+        ctx.a = weights
+        ctx.save_for_backward(*gaps)
+        terms = [(a * d).reshape(-1).dot(d.reshape(-1)) for a, d in zip(weights, gaps, strict=True)]
+        return torch.stack(terms).sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(slope * a * d for a, d in zip(ctx.a, ctx.saved_tensors, strict=True))
+
+
+def _shared(values: Tensor, dtype: torch.dtype) -> Tensor:
     first = values.reshape(-1)[0]
-    return float(first) if bool((values == first).all()) else values.to(dtype)
+    return (first if bool((values == first).all()) else values).to(dtype)

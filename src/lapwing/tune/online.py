@@ -36,7 +36,7 @@ from lapwing.curvature import State
 from lapwing.data import as_batches
 from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
 from lapwing.evidence import effective_dimension, log_evidence, scatter
-from lapwing.operators import linalg
+from lapwing.operators import Blocks, Diagonal, linalg
 from lapwing.tune.bounds import Box, at_values, box
 from lapwing.tune.history import History, Record, summary
 from lapwing.tune.objective import Objective, begin
@@ -350,11 +350,16 @@ def _fixed_curvature(state: State, prior: Any, likelihood: Any) -> Callable[[Any
     if len(likelihood.curvature_weights(state.factor.kind)) > 1 or state.weights > 1:
         return lambda prior, likelihood: log_evidence(state, prior, likelihood)
     unit = state.structure.operator(state, torch.ones(1, dtype=torch.float64, device=state.tangent.device))
+    flat = isinstance(unit, Blocks) and all(isinstance(part, Diagonal) for part in unit.parts)
+    diagonal = linalg.diagonal(unit) if flat else None
     square = scatter(state, prior)
 
     def value_at(prior: Any, likelihood: Any) -> Tensor:
         a, w = prior.operator(), likelihood.curvature_weights(state.factor.kind)[0].to(square.device)
-        ratio = linalg.logdet(linalg.shift(linalg.scale(unit, w), a)) - a.logdet()
+        if diagonal is None:
+            ratio = linalg.logdet(linalg.shift(linalg.scale(unit, w), a)) - a.logdet()
+        else:  # as many hyperparameters as weights, maybe: few kernels a step
+            ratio = torch.log1p(w * diagonal / a.dense()).sum()
         quadratic = (prior.precision.reshape(-1) * square).sum()
         return likelihood.log_likelihood(state.statistics) - 0.5 * quadratic - 0.5 * ratio
 
