@@ -6,8 +6,10 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import lapwing as lw
+from lapwing.curvature.products import gauss_newton
 from lapwing.errors import InvalidValue, NotConverged, NotPositiveDefinite
 from lapwing.operators import Dense, Diagonal, linalg
 from lapwing.solvers import cg, nystrom, precondition, slq, trace
@@ -247,6 +249,32 @@ def test_a_fitted_operator_is_a_preconditioner() -> None:
     k = g + 0.5 * torch.eye(25)
     solution = cg(times(k), normal(0, 2, 25), functools.partial(linalg.solve, precision), tolerance=1e-8)
     assert (solution.steps, solution.converged) == (1, True)
+
+
+@pytest.mark.parametrize("kind", ["kron", "lowrank", "nystrom"])
+def test_preconditioners_of_a_network_s_curvature_leave_its_solution(kind: str) -> None:
+    """Any of them; all of the rank needs one step, and a Nyström approximation a third of those of none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+    x, y, prior = normal(0, 60, 5), torch.arange(60) % 3, 0.1
+    structure = "kron" if kind == "kron" else lw.curvature.LowRank(250)
+    la = lw.laplace(model, (x, y), "categorical", structure=structure, prior=prior)
+    batches, p = lw.data.as_batches((x, y)), la.state.layout.size
+    b = normal(1, 4, p)
+
+    def curvature(v: Tensor) -> Tensor:
+        return gauss_newton(la.tangent, la.likelihood, batches, v)
+
+    def mv(v: Tensor) -> Tensor:
+        return curvature(v) + prior * v
+
+    preconditioner = functools.partial(linalg.solve, la.posterior.precision)
+    if kind == "nystrom":
+        preconditioner = precondition.nystrom(nystrom(curvature, p, 80), prior)
+    plain, helped = cg(mv, b, tolerance=1e-9), cg(mv, b, preconditioner, tolerance=1e-9)
+    assert helped.converged
+    torch.testing.assert_close(helped.x, plain.x, rtol=1e-6, atol=1e-6)
+    assert helped.steps <= {"kron": 1_000, "lowrank": 2, "nystrom": plain.steps // 3}[kind]
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Low rank: G ≈ Ĝ = Rᵀ R, R (k, p), with the prior whole in the complement; precision Rᵀ R + A by Woodbury.
 
-    Y = Ω G = Σ_n Σ_j (Ω r) rᵀ,    r = J_nᵀ u_j,        Ĝ = Yᵀ (Ω Yᵀ)⁺ Y        (solvers/nystrom.py)
+    Y = Ω G = Σ_n Σ_j (Ω r) rᵀ,    r = J_nᵀ u_j,        Ĝ = Yᵀ (Ω Yᵀ)⁺ Y                            Eq. 14c
 
 One pass: Ω (k, p) is pseudorandom, the same for all, so that sketches of shards add. Each pass more takes Ω from the
 range of the last sketch (subspace iteration), and comes nearer to the top k eigenpairs of G: such sums add only with a
