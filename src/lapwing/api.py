@@ -500,7 +500,8 @@ def laplace(
     """Turn a trained network into a Bayesian one, by one pass over its training data.
 
     data: a DataLoader, a Dataset or (X, y). likelihood: "gaussian", "categorical", "bernoulli" or an object.
-    structure: "auto", a key of STRUCTURES, an object. subset: "all", "last_layer", globs, {name: mask} or a bool vector.
+    structure: "auto", a key of STRUCTURES or an object.
+    subset: "all", "last_layer", globs, {name: mask} or one bool vector.
     prior: a precision, "layerwise", "gprior", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
     "empirical", "hessian" or an object. memory_budget: bytes of working memory (1 GiB).
     """
