@@ -35,6 +35,7 @@ from lapwing.predictive.sampled import pushed
 from lapwing.priors import Gaussian
 from lapwing.tangent import TangentModel, linearize
 
+TOGETHER = 32  # anchors whose rows are made at once
 LEAST = 1e-12  # of the largest eigenvalue, a dimension, below which one is rounding
 
 
@@ -225,15 +226,16 @@ def _anchors(
                 "ella takes single examples as anchors, and the inputs of this network cannot be cut into examples; "
                 "use structure='lowrank'"
             )
-        index = (mine // each).to(tangent.device)
-        inputs = tree.map_tensors(functools.partial(torch.index_select, dim=0, index=index), x)
-        f = tangent(inputs)
-        if f[0].numel() != each:
-            raise InvalidValue(
-                f"ella draws among {each} outputs an example, and a batch has {f[0].numel()}; give inputs of one length"
-            )
-        u = nn.functional.one_hot((mine % each).to(tangent.device), each).to(f)
-        kept.append((inputs, u.reshape(len(mine), 1, *f.shape[1:])))
+        for some in mine.to(tangent.device).split(TOGETHER):
+            inputs = tree.map_tensors(functools.partial(torch.index_select, dim=0, index=some // each), x)
+            f = tangent(inputs)
+            if f[0].numel() != each:
+                raise InvalidValue(
+                    f"ella draws among {each} outputs an example, and a batch has {f[0].numel()}; give inputs of one "
+                    "length"
+                )
+            u = nn.functional.one_hot(some % each, each).to(f)
+            kept.append((inputs, u.reshape(len(some), 1, *f.shape[1:])))
     if not kept:
         raise InvalidValue("the data gave no example in the pass for anchors; give a loader that can be read again")
     return tuple(kept)
