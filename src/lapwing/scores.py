@@ -102,8 +102,9 @@ def sketched_lanczos(
 ) -> Score:
     """Fit a score by as many passes over the data as its rank, one product with G each.
 
-    rank: Lanczos vectors, whose span is projected out. sketch: numbers that each is kept by, more than the rank; the
-    score's relative error is about √(2/sketch). The other arguments are those of `lw.laplace`."""
+    rank: Lanczos vectors, whose span is projected out; rounding repeats some of them, so directions are fewer, as repr
+    tells. sketch: numbers that each is kept by, more than the rank; the score's relative error is about √(2/sketch).
+    The other arguments are those of `lw.laplace`."""
     if rank < 1:
         raise InvalidValue(f"rank must be at least 1, got {rank}")
     budget, likelihood, batches = as_budget(memory_budget), as_likelihood(likelihood), loading.as_batches(data)
