@@ -349,7 +349,7 @@ def test_tuning_at_the_tangent_center_is_the_default_and_says_how_it_went() -> N
         how = tuned.tuning
         assert (how.method, how.center, how.converged, how.at_bound) == ("mackay", "tangent", True, ())
         assert how.iterations == len(how.trace)
-        assert how.residual <= 2.5e-4
+        assert how.residual <= (1e-6 if budget is None else 1e-2)
         assert how.passes == 1 if budget is None else how.passes > 1
         assert how.trace[-1] == pytest.approx(float(tuned.log_evidence()), abs=1e-2)
         assert "tuned by mackay at the tangent" in repr(tuned)

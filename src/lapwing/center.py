@@ -5,10 +5,13 @@
 convex, whatever the network. The trained weights θ* need not be near it: with normalization layers the network does not
 depend on the scale of its weights, but the prior does, and θ* is no mode at all.
 
-Newton's method, each step by conjugate gradients with true products of J (`Jacobian`), preconditioned by P = Ĝ + A, the
-precision of the fitted structure. With the full structure and a Gaussian likelihood P is the Hessian, and one step is
-exact; otherwise P only says how many products a step takes. Outputs are kept, h moves by J d along a direction d, and a
-line search along it costs no pass. Stationarity is measured in the norm of P⁻¹: a gain of ½‖g‖²_{P⁻¹} nats is left.
+Each step adds a direction, P⁻¹ times the gradient with P = Ĝ + A the precision of the fitted structure, to those whose
+images J d are known (`Space`), and goes to the minimum over all of them: conjugate gradients where the objective is
+quadratic, and for other likelihoods too a method that forgets nothing. A step takes two passes, one for J d and one for
+the gradient; the minimum takes none, and directions serve again when prior or noise change. With the full structure and
+a Gaussian likelihood P is the Hessian, and one step is exact; otherwise P only says how many are needed, and where they
+are many and the rows of J are in memory, P becomes the Hessian. Stationarity is measured in the norm of P⁻¹: a gain of
+about ½‖g‖²_{P⁻¹} nats is left, or more where P overstates the curvature.
 """
 
 from __future__ import annotations
@@ -29,12 +32,17 @@ from lapwing.curvature.products import output_curvature
 from lapwing.curvature.rows import RowMaker
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.likelihoods import Gaussian, Likelihood
-from lapwing.operators import linalg
+from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal, linalg
 from lapwing.posterior import curvature
 from lapwing.tangent import TangentModel
 
-EXACT, STREAMED = 1e-10, 2.5e-4  # tolerances: with the rows of J in memory, and with J by passes over the data
-NEWTON, STEPS = 50, 300  # steps of Newton's method, and of conjugate gradients for each
+EXACT = 1e-10  # tolerance with the rows of J in memory
+STREAMED = 2.5e-4  # with J by passes
+STEPS = 500
+PATIENCE, SIDE = 20, 4_000  # steps after which P becomes the Hessian, of at most so many rows or columns
+NEWTON = 50  # steps of Newton's method in the space of known directions
+DEPENDENT = 1e-13  # share of the largest eigenvalue below which directions count as dependent
+KEPT, ROOM = 64, 2**29  # directions, at most, and the bytes that they may take (but two are always kept)
 ROUNDING = 30  # of an output, in units of its last place
 ROWS = 2**28  # bytes of rows, for one output, up to which they are kept
 SAME = 1e-4  # how far sums over the same data may be apart, relative
@@ -46,7 +54,7 @@ class Center:
 
     vector: Tensor  # v*, (p,), float64
     statistics: dict[str, Tensor]  # the likelihood's sums at h(x, v*)
-    iterations: int  # Newton steps
+    iterations: int  # steps, two passes each
     residual: float  # ‖gradient‖_{P⁻¹} / max(1, ‖v* − m‖_A)
     passes: int  # over the data
     outputs: Tensor | None = field(default=None, repr=False)  # h(x_n, v*), (m, c): to start the next from; not saved
@@ -54,10 +62,11 @@ class Center:
     weights: Tensor | None = field(default=None, repr=False)  # the curvature weights that it was pulled at
 
     stretch: float = 1.0  # of Ĝ in P, by which it fits the curvature at v* rather than at the network's outputs
+    space: Space | None = field(default=None, repr=False)  # to search again for other hyperparameters; not saved
 
     def alone(self) -> Center:
         """Without what belongs to one reading of the data."""
-        return replace(self, outputs=None, pulled=None, weights=None)
+        return replace(self, outputs=None, pulled=None, weights=None, space=None)
 
 
 # -- J over the data ---------------------------------------------------------------------------------------------
@@ -257,6 +266,21 @@ class Objective:
         jd, pulled = self.jacobian.through(d, middle)
         return jd, pulled + self.a * d
 
+    @property
+    def affordable(self) -> bool:
+        rows = self.jacobian.rows
+        return rows is not None and min(rows.shape) <= SIDE
+
+    def root(self, z: Tensor) -> Any:
+        """Σ J_nᵀ Λ(z_n) J_n from the rows of J, as an operator."""
+        rows = self.jacobian.rows
+        assert rows is not None
+        root = self.likelihood.hessian_root(z) * self.weights.sqrt()  # (m, c, q)
+        r = torch.einsum("mcq,mcp->mqp", root, rows.reshape(*z.shape, -1)).flatten(0, 1)
+        if len(r) < r.shape[1]:
+            return RootPlusDiagonal(HeldRows(r), Diagonal(r.new_ones(1), len(r)))
+        return Dense(r.mT @ r)
+
     def size(self, v: Tensor) -> float:
         """max(1, ‖v − m‖_A), what a residual is relative to: √γ at the precision that the evidence picks."""
         return max(1.0, float((self.a * (v - self.m).square()).sum().sqrt()))
@@ -269,6 +293,63 @@ class Objective:
         return ROUNDING * jacobian.eps * (float(loss.clamp(min=0).sqrt()) / self.size(v) + 1)
 
 
+# -- what is known of J ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """Directions d of length 1 and their images J d: over v + Σ_i α_i d_i the objective takes no pass."""
+
+    directions: Tensor  # (k, p)
+    images: Tensor  # (k, m, c)
+
+    @classmethod
+    def empty(cls, v: Tensor, z: Tensor) -> Space:
+        return cls(v.new_zeros(0, *v.shape), z.new_zeros(0, *z.shape))
+
+    def plus(self, d: Tensor, jd: Tensor) -> Space:
+        """With one more, and without the oldest where there are too many."""
+        most = min(KEPT, max(2, ROOM // (8 * (d.numel() + jd.numel()))))
+        first, length = max(0, len(self.directions) + 1 - most), d.norm()
+        return Space(
+            torch.cat([self.directions[first:], (d / length).unsqueeze(0)]),
+            torch.cat([self.images[first:], (jd / length).unsqueeze(0)]),
+        )
+
+    def lowest(self, objective: Objective, v: Tensor, z: Tensor, tolerance: float) -> tuple[Tensor, Tensor] | None:
+        """d and J d from v, whose h(·, v) is z, to the minimum over this space, by Newton's method, to a tenth of the
+        tolerance; None where v is there already. As sums of known pairs, d and J d belong together to the last digit,
+        which differences of v and of z would not."""
+        moves, images = [], self.images.flatten(1)
+        prior = (self.directions * objective.a) @ self.directions.mT
+        for _ in range(NEWTON if len(images) else 0):
+            pushed = output_curvature(objective.likelihood, z, self.images).flatten(1)
+            slope = images @ objective.score(z).flatten() - self.directions @ (objective.a * (v - objective.m))
+            alpha = _semidefinite_solve(pushed @ images.mT + prior, slope)
+            if not float(alpha @ slope) > (0.1 * tolerance * objective.size(v)) ** 2:
+                break
+            d, jd = self.at(alpha)
+            t = _step_length(objective, v, z, d, jd)
+            v, z = v + t * d, z + t * jd
+            moves.append(t * alpha)
+        return self.at(torch.stack(moves).sum(0)) if moves else None
+
+    def at(self, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ α d and Σ α J d."""
+        return alpha @ self.directions, torch.tensordot(alpha, self.images, 1)
+
+
+def _semidefinite_solve(matrix: Tensor, b: Tensor) -> Tensor:
+    """x of least size (in units of the diagonal) with M x = b: directions may depend on one another."""
+    unit = matrix.diagonal().clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
+    values, vectors = torch.linalg.eigh(unit.unsqueeze(-1) * matrix * unit)
+    inverse = torch.where(values > DEPENDENT * values[-1], 1 / values, 0)
+    return unit * (vectors @ (inverse * (vectors.mT @ (unit * b))))
+
+
+# -- its minimum -------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def tangent_map(
     state: State,
@@ -279,10 +360,11 @@ def tangent_map(
     *,
     tolerance: float | None = None,
     strict: bool = True,
+    steps: int | None = None,
 ) -> Center:
     """v* for this prior and noise, from `start` (the trained weights unless given) to a residual of `tolerance`.
 
-    Raises NotConverged where that is not reached; with strict=False the residual says so.
+    Raises NotConverged where that is not reached in so many steps; with strict=False the residual says so.
     """
     a, likelihood = _detached(prior.operator()), _detached(likelihood)
     structure, stretch = curvature(state, likelihood), 1.0 if start is None else start.stretch
@@ -292,40 +374,42 @@ def tangent_map(
     theta, made = state.tangent.theta.to(torch.float64), jacobian.passes
     v = theta if start is None else start.vector
     z = _outputs(jacobian, start, v, theta)
+    space = Space.empty(v, z) if start is None or start.space is None else start.space
+    away = space.lowest(objective, v, z, tolerance)
+    if away is not None:
+        v, z, start = v + away[0], z + away[1], None
     pulled = _pulled(objective, start, z)
-    residual, value, gain, step = float("inf"), objective.value(v, z), float("inf"), 0
-    for step in range(NEWTON + 1):
+    residual, step, steps = float("inf"), 0, STEPS if steps is None else steps
+    for step in range(steps + 1):
         g = objective.gradient(v, pulled)
-        decrement = float((g * linalg.solve(objective.precision, g)).sum().clamp(min=0).sqrt())
-        size = objective.size(v)
-        residual = decrement / size
+        ahead = linalg.solve(objective.precision, g)
+        residual = float((g * ahead).sum().clamp(min=0).sqrt()) / objective.size(v)
         if not residual < float("inf"):
             raise NotConverged(f"the gradient of the tangent model became {residual}; check targets, weights and noise")
         goal = max(tolerance, objective.rounding(v, z))
-        if residual <= goal or step == NEWTON or gain <= 0:
+        if residual <= goal or step == steps:
             break
-        forcing = 0.3 * goal / residual
-        if not isinstance(likelihood, Gaussian):  # a quadratic model of the objective is no better than this
-            forcing = max(forcing, min(0.1, residual**0.5))
-        d, jd = _direction(objective, z, g, min(0.3, forcing))
-        t = _step_length(objective, v, z, d, jd)
-        v, z = v + t * d, z + t * jd
-        before, value = value, objective.value(v, z)
-        gain = value - before if residual > 1e-6 else float("inf")  # nearer by, it is lost in the value's rounding
+        away = space.plus(ahead, jacobian.push(ahead)).lowest(objective, v, z, goal)
+        if away is None:  # rounding hides what is left
+            break
+        space = space.plus(*away)
+        v, z = v + away[0], z + away[1]
         pulled = jacobian.pull(objective.score(z))
         ratio = _stretch(likelihood, z, jacobian.f)
         if not 0.5 < ratio / stretch < 2:  # worth a factorization
             stretch = ratio
             objective = replace(objective, precision=linalg.shift(stretched(structure, stretch), a))
+        if step % PATIENCE == PATIENCE - 1 and objective.affordable:
+            objective = replace(objective, precision=linalg.shift(objective.root(z), a))
     if strict and residual > goal:
         raise NotConverged(
-            f"the tangent MAP ended at a residual of {residual:.3g} after {step} Newton steps, for a tolerance of "
+            f"the tangent MAP ended at a residual of {residual:.3g} after {step} steps, for a tolerance of "
             f"{tolerance:.3g}; use a structure closer to the full curvature ('kron' for 'diag', 'full' for 'kron'), a "
             "larger prior precision or noise, a network in float64, or center='map'"
         )
     statistics = likelihood.statistics(z, jacobian.y)
     passes = jacobian.passes - made
-    return Center(v, statistics, step, residual, passes, z, pulled, objective.weights, stretch)
+    return Center(v, statistics, step, residual, passes, z, pulled, objective.weights, stretch, space)
 
 
 def stretched(structure: Any, stretch: float) -> Any:
@@ -362,24 +446,6 @@ def _pulled(objective: Objective, start: Center | None, z: Tensor) -> Tensor:
         if bool((ratio == ratio[0]).all()):
             return start.pulled * ratio[0]
     return objective.jacobian.pull(objective.score(z))
-
-
-def _direction(objective: Objective, z: Tensor, g: Tensor, forcing: float) -> tuple[Tensor, Tensor]:
-    """d ≈ (H(z) + A)⁻¹ g and J d, by conjugate gradients to ‖g − (H + A) d‖_{P⁻¹} ≤ forcing·‖g‖_{P⁻¹}."""
-    d, jd, r = torch.zeros_like(g), torch.zeros_like(z), g
-    s = linalg.solve(objective.precision, r)
-    along, rho = s, (r * s).sum()
-    goal = forcing**2 * rho
-    for _ in range(STEPS):
-        j_along, image = objective.hessian(z, along)
-        t = rho / (along * image).sum()
-        d, jd, r = d + t * along, jd + t * j_along, r - t * image
-        s = linalg.solve(objective.precision, r)
-        before, rho = rho, (r * s).sum()
-        if not bool(rho > goal):
-            break
-        along = s + (rho / before) * along
-    return d, jd
 
 
 def _step_length(objective: Objective, v: Tensor, z: Tensor, d: Tensor, jd: Tensor) -> float:

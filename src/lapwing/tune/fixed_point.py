@@ -25,7 +25,7 @@ from lapwing.tune.tracking import Tracker
 
 TOLERANCE = 1e-3
 STEPS = 500
-ROUNDS, BETWEEN = 50, 12  # solves for v*, and steps that predict it in between
+ROUNDS, BETWEEN = 200, 12  # solves for v*, and steps that predict it in between
 REACH, BELIEF = 3.0, 1.5  # of a prediction, in log λ; and how far off in log ‖v*‖² it may be
 SLOWEST, FASTEST, ROUND = 0.25, 4.0, 2.0  # paces of a step, in units of the fixed point's own
 
@@ -122,8 +122,10 @@ def _rounds(
             believed = _agree(scatter(loop.state, loop.prior, guess), scatter(loop.state, loop.prior, center))
         target, gap = loop.look(bounds, values, center)
         trace.append(loop.value(values, center))
-        if gap <= tolerance and _precise(center, tolerance):
-            return values, trace, True
+        if center.residual <= tracker.tolerance:
+            ahead = loop.look(bounds, values, tracker.predicted(*now))[1]  # what is left of v* may be all of the gap
+            if min(gap, ahead) <= tolerance:
+                return values, trace, True
         if gap > tolerance:  # else once more here, with a better v*
             if believed:
                 target = _predicted(loop, bounds, tracker, values, 0.25 * gap)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.center import STREAMED, Center, Jacobian, stretched, tangent_map
+from lapwing.center import Center, Jacobian, stretched, tangent_map
 from lapwing.curvature import State
 from lapwing.evidence import decompose
 from lapwing.likelihoods import Gaussian
@@ -23,7 +23,9 @@ from lapwing.tune.bounds import Box, Tuning
 from lapwing.tune.modes import normalized_by
 
 NATS = 1.0  # below the tangent MAP at which the trained weights are said to be no mode
-HELD = 1e-6  # tolerance of v* where the rows of J are in memory
+AT_ONCE = 8  # steps towards v* by passes before the hyperparameters are looked at again: they may still be far off
+HELD = 1e-6  # tolerance of v* where the rows of J are in memory, and where they are not: a hundredth of a posterior
+STREAMED = 1e-2  # standard deviation for each direction that the data determine, which moved log λ by less than .01
 
 
 @dataclass(eq=False)
@@ -53,8 +55,9 @@ class Tracker:
     def center(self, prior: Any, likelihood: Any, tolerance: float | None = None, strict: bool = False) -> Center:
         """v* as precisely as asked; where J is in memory, precision is cheap, and more of it is asked for."""
         tolerance = max(self.tolerance, (tolerance or 0.0) * (0.01 if self.held else 1.0))
+        steps = None if strict or self.held else AT_ONCE
         self.last = tangent_map(
-            self.state, prior, likelihood, self.jacobian, self.last, tolerance=tolerance, strict=strict
+            self.state, prior, likelihood, self.jacobian, self.last, tolerance=tolerance, strict=strict, steps=steps
         )
         return self.last
 
