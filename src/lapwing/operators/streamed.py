@@ -190,7 +190,7 @@ class Streamed:
             return cg(mv, b, self._precondition, start, plan.tolerance, plan.max_steps)
         root = self.reads()
         batches = (self._whitened(gram) for gram in root.minibatches(self.weights.detach()))
-        whole = -(-ROUND // root.batches)  # passes a round
+        whole = 2 * -(-ROUND // (2 * root.batches))  # passes a round, as many in each half
         rounds = max(1, plan.max_steps // whole)
         return sgd(mv, batches, b, whole * root.batches, self._precondition, start, plan.tolerance, rounds)
 

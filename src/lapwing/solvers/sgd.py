@@ -1,10 +1,11 @@
 """Stochastic gradient descent for K x = b where K is a sum over data that is too long to sum at each step:
 
-    ½ xᵀK x − bᵀx,   gradient K̂ x − b,   K̂ from one minibatch with E K̂ = K
+    ½ dᵀK d − rᵀd,   gradient K̂ d − r,   K̂ from one minibatch with E K̂ = K,   r = b − K x
 
-With momentum, preconditioned by M⁻¹, and with the iterates of the second half of each round averaged, which removes
-most of the noise that a constant step leaves. A round is a number of minibatches, then one true product tells the
-residual; where a round gained little, the next halves its step. Source: Lin et al. 2023 (SGD for posterior samples).
+A round runs minibatches with momentum, preconditioned by M⁻¹, for the step d from x, and averages the iterates of its
+second half; then one true product tells what is left. As d shrinks with r, so does the noise of the minibatches (as in
+SVRG), and rounds gain by a factor each; one that gains little halves the length of steps. Source: Lin et al. 2023 (SGD
+for posterior samples); Johnson and Zhang 2013.
 """
 
 from __future__ import annotations
@@ -45,30 +46,34 @@ def sgd(
     b = b.to(torch.float64)
     size = b.norm(dim=-1).clamp(min=torch.finfo(b.dtype).tiny)
     x = torch.zeros_like(b) if x0 is None else x0.to(b).clone()
+    r, made, steps = b - product(mv, x), 1, 0
     step = 1 / _steepest(minibatches, precondition, b)
-    best, least, made = x.clone(), (b - product(mv, x)).norm(dim=-1) / size, 1
-    steps = 0
     for _ in range(rounds):
-        if bool((least <= tolerance).all()):
+        if bool((r.norm(dim=-1) <= tolerance * size).all()):
             break
-        x, speed, mean = best.clone(), torch.zeros_like(b), torch.zeros_like(b)
-        for i in range(round_steps):
-            ahead = x + MOMENTUM * speed
-            gradient = product(next(minibatches), ahead) - b
-            speed = MOMENTUM * speed - step * precondition(gradient)
-            x = x + speed
-            if i >= round_steps // 2:
-                mean += (x - mean) / (i - round_steps // 2 + 1)
+        d = _round(minibatches, precondition, r, step, round_steps)
         steps += round_steps
-        if torch.isfinite(mean).all():
-            residual, made = (b - product(mv, mean)).norm(dim=-1) / size, made + 1
-            better = residual < least
-            slow = bool((residual > GAIN * least).any())
-            best[better], least = mean[better], torch.where(better, residual, least)
-        else:
-            slow = True  # the step was too long
-        step = 0.5 * step if slow else step
-    return Solution(best, least, steps, bool((least <= tolerance).all()), made)
+        now = r - product(mv, d) if torch.isfinite(d).all() else torch.full_like(r, float("inf"))
+        made += 1
+        before, after = r.norm(dim=-1), now.norm(dim=-1)
+        better = after < before
+        x[better], r[better] = x[better] + d[better], now[better]
+        if bool((after > GAIN * before).any()):
+            step *= 0.5
+    residual = r.norm(dim=-1) / size
+    return Solution(x, residual, steps, bool((residual <= tolerance).all()), made)
+
+
+def _round(minibatches: Iterator[Product], precondition: Product, r: Tensor, step: float, steps: int) -> Tensor:
+    """d near K⁻¹ r."""
+    d, speed, mean = torch.zeros_like(r), torch.zeros_like(r), torch.zeros_like(r)
+    for i in range(steps):
+        gradient = next(minibatches)(d + MOMENTUM * speed) - r
+        speed = MOMENTUM * speed - step * precondition(gradient)
+        d = d + speed
+        if i >= steps // 2:
+            mean += (d - mean) / (i - steps // 2 + 1)
+    return mean
 
 
 def _steepest(minibatches: Iterator[Product], precondition: Product, b: Tensor) -> float:
