@@ -213,7 +213,7 @@ def table(record: dict[str, Any]) -> list[str]:
     measured = [by for by in ("log_evidence_true",) if by in c["all"]["nll"]]
     head = ["network", "parameters", "log evidence / N", *("true curvature" for _ in measured), "fit / N"]
     head += ["effective dimension", "test NLL", "rank", "test NLL, Laplace", "accuracy"]
-    lines = [f"**{n:,} training images, {record['epochs']} epochs, {len(record['seeds'])} seeds**", ""]
+    lines = [f"**{n:,} training images, {record['epochs']} epochs, seeds {record['seeds']}**", ""]
     lines += ["| " + " | ".join(head) + " |", "|---" + "|--:" * (len(head) - 1) + "|"]
     for name, runs in sorted(found.items(), key=lambda item: -mean(item[1], "log_evidence")):
         cells = [name, f"{runs[0]['parameters']:,}"]
