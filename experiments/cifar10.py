@@ -597,7 +597,8 @@ def table(records: dict[str, Any]) -> str:
 
 def write(depth: int, records: dict[str, Any]) -> None:
     stored = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"experiment": "cifar10", "networks": {}}
-    stored["networks"][f"resnet{depth}"] = records
+    order = {name: i for i, name in enumerate(ROWS)}
+    stored["networks"][f"resnet{depth}"] = dict(sorted(records.items(), key=lambda row: order[row[0].split(":")[0]]))
     stored |= {"machine": machine(), "versions": versions("torch", "numpy", "lapwing")}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
