@@ -446,3 +446,59 @@ def test_one_example_can_be_tuned(method: str) -> None:
     model, x, y = problem("layer", n=1)
     tuned = lw.laplace(model, (x, y), "gaussian").tuned(method, fixed=("noise",))
     assert torch.isfinite(tuned.log_evidence())
+
+
+# -- the noise, and the mean that predictions are about -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("per_output", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_noise_is_held_at_the_residuals_of_the_mean_that_predictions_are_about(
+    method: str, per_output: bool, seed: int
+) -> None:
+    model, x, _ = problem("batch", seed, n=60)
+    f, J, _ = dense(model, x)
+    f, away = f.reshape(-1, 2), (J @ draw(J.shape[-1])).reshape(-1, 2)
+    y = f + 0.3 * away / away.std(0) + 0.05 * draw(*f.shape)  # which the tangent model fits, and the network does not
+    noise = torch.ones(2, dtype=torch.float64) if per_output else 1.0
+    la = lw.laplace(model, (x, y), lw.likelihoods.Gaussian(noise), structure="full")
+    residual = (y - f).square()
+    residual = (residual.mean(0) if per_output else residual.mean().reshape(1)).sqrt()
+    about = {mean: la.tuned(method, mean=mean) for mean in ("network", "tangent")}
+    own, held = (about[mean].likelihood.noise.reshape(-1) for mean in ("tangent", "network"))
+    assert (own < 0.9 * residual).any()
+    assert (held >= residual * (1 - 1e-6)).all()
+    stuck = own < residual
+    close(held[stuck], residual[stuck], 2e-3)
+    how = about["network"].tuning
+    assert how.converged
+    assert how.at_bound == ()
+    assert "the noise is held at the network's residuals" in how.note
+    assert "the noise is held" not in about["tangent"].tuning.note
+    gamma, v = about["network"].effective_dimension(), about["network"].tangent_map.vector
+    close(about["network"].prior.precision.reshape(-1) * v.square().sum(), gamma.reshape(-1), 5e-3)
+
+
+def test_a_noise_above_the_residuals_is_what_the_evidence_picks() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    x = draw(40, 3)
+    y = x @ draw(3, 1) + 0.3 * draw(40, 1)
+    with torch.no_grad():
+        solution = torch.linalg.lstsq(torch.cat([x, torch.ones(40, 1)], 1), y).solution  # θ* fits best
+        model.weight.copy_(solution[:3].mT)
+        model.bias.copy_(solution[3])
+    la = lw.laplace(model, (x, y), "gaussian")
+    one, other = la.tuned(mean="network"), la.tuned(mean="tangent")
+    close(one.likelihood.noise, other.likelihood.noise, 2e-3)
+    close(one.prior.precision, other.prior.precision, 2e-3)
+
+
+def test_the_mean_of_a_tuning_is_checked() -> None:
+    model, x, y = problem("none")
+    la = lw.laplace(model, (x, y), "gaussian")
+    with pytest.raises(lw.errors.InvalidValue, match="mean must be 'network' or 'tangent', got 'other'"):
+        la.tuned(mean="other")
+    with pytest.raises(lw.errors.InvalidValue, match="belongs to the evidence at center='tangent'"):
+        la.tuned(mean="tangent", center="map")

@@ -197,7 +197,12 @@ class Laplace:
 
     @torch.inference_mode(False)
     def tuned(
-        self, method: str | None = None, fixed: tuple[str, ...] = (), data: Any = None, center: str = "tangent"
+        self,
+        method: str | None = None,
+        fixed: tuple[str, ...] = (),
+        data: Any = None,
+        center: str = "tangent",
+        mean: str = "network",
     ) -> Laplace:
         """A new object with the prior precision and noise that the evidence picks.
 
@@ -206,10 +211,13 @@ class Laplace:
         method: "mackay" iterates λ = γ/‖v̄‖² (the default at "tangent"); "evidence" follows the gradient (at "map");
         "em" is mackay with γ from samples (matrix_free only, and its default);
         "validation" searches for what predicts held-out `data` best: the prior, and the noise or temperature.
-        fixed: hyperparameters to hold.
+        fixed: hyperparameters to hold. mean: that predictions will be about: for "network" a learnt noise is held at or
+        above the network's residuals; for "tangent", as in predict(mean="tangent"), those of h(x, v*) are enough.
         """
+        if _mean(mean) == "tangent" and (method == "validation" or _center(center) == "map"):
+            raise InvalidValue("mean='tangent' belongs to the evidence at center='tangent', which learns v* too")
         if self.streams and data is not None and method != "validation":
-            return self._attached(data).tuned(method, fixed, None, center)
+            return self._attached(data).tuned(method, fixed, None, center, mean)
         if method == "validation":
             return self._validated(data, (fixed,) if isinstance(fixed, str) else tuple(fixed))
         methods: dict[str, Any] = {"evidence": tune.evidence, "mackay": tune.mackay}
@@ -229,7 +237,7 @@ class Laplace:
                 self, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0
             )
         batches = self._data(data, "tuned(center='tangent')", "; center='map' reads none")
-        tracker = tune.Tracker(self._center_state, self._jacobian(batches))
+        tracker = tune.Tracker(self._center_state, self._jacobian(batches), mean)
         prior, likelihood, tuning = methods[method](*start, tracker=tracker)
         return replace(
             self,
@@ -299,9 +307,7 @@ class Laplace:
         via: "tangent", or "network" to draw `samples` weights about the trained ones and run the network itself: that
         underfits.
         """
-        if mean not in ("network", "tangent"):
-            raise InvalidValue(f"mean must be 'network' or 'tangent', got {mean!r}")
-        if mean == "tangent" and via == "network":
+        if _mean(mean) == "tangent" and via == "network":
             raise InvalidValue("via='network' has a mean of its own, that of its runs; drop mean='tangent'")
         moved = mean == "tangent" and self.center == "tangent"
         inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), inputs_of(x))
@@ -473,6 +479,12 @@ def _center(center: str) -> str:
     if center not in ("tangent", "map"):
         raise InvalidValue(f"center must be 'tangent' or 'map' (the trained weights), got {center!r}")
     return center
+
+
+def _mean(mean: str) -> str:
+    if mean not in ("network", "tangent"):
+        raise InvalidValue(f"mean must be 'network' or 'tangent', got {mean!r}")
+    return mean
 
 
 def _numbers(value: Tensor) -> str:

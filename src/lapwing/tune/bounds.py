@@ -48,14 +48,23 @@ class Box:
     high: dict[str, Tensor]
     start: dict[str, Tensor]
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    floors: tuple[str, ...] = ()  # whose lower bound is meant: to end there is nothing to warn of
 
     def at_bound(self, log_values: dict[str, Tensor]) -> tuple[str, ...]:
         out: list[str] = []
         for key, value in log_values.items():
-            hit = ((value - self.low[key]) < EDGE) | ((self.high[key] - value) < EDGE)
+            hit = self._at(self.high, key, value)
+            if key not in self.floors:
+                hit = hit | self._at(self.low, key, value)
             labels = self.names.get(key) or ("",) * value.numel()
             out += [f"{key}[{labels[i]}]" if labels[i] else key for i in hit.reshape(-1).nonzero().flatten().tolist()]
         return tuple(dict.fromkeys(out))
+
+    def at_floor(self, log_values: dict[str, Tensor]) -> tuple[str, ...]:
+        return tuple(key for key in self.floors if bool(self._at(self.low, key, log_values[key]).any()))
+
+    def _at(self, bound: dict[str, Tensor], key: str, value: Tensor) -> Tensor:
+        return (value - bound[key]).abs() < EDGE
 
 
 def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Box:

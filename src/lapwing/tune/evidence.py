@@ -60,12 +60,18 @@ def evidence(
     slope = _slope(state, prior, likelihood, final, tracker)
     at_bound = bounds.at_bound(final)
     scale = TOLERANCE * (state.layout.size + state.n)
-    converged = bool(at_bound) or max(float(s.abs().max()) for s in slope.values()) <= max(1e-3, scale)
+    converged = bool(at_bound or bounds.at_floor(final)) or max(float(s.abs().max()) for s in slope.values()) <= max(
+        1e-3, scale
+    )
     warn_bound(at_bound)
     new_prior, new_likelihood = at_values(prior, likelihood, final)
     steps = optimizer.state[next(iter(u.values()))]["n_iter"]
     report = Tuning("evidence", "map", tuple(trace), steps, converged, at_bound, tuple(fixed))
-    return new_prior, new_likelihood, report if tracker is None else tracker.report(report, new_prior, new_likelihood)
+    return (
+        new_prior,
+        new_likelihood,
+        report if tracker is None else tracker.report(report, new_prior, new_likelihood, bounds.at_floor(final)),
+    )
 
 
 def _log_evidence(state: State, prior: Any, likelihood: Any, tracker: Tracker | None) -> Tensor:

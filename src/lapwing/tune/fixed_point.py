@@ -53,7 +53,7 @@ def mackay(
     warn_bound(at_bound)
     found = at_values(prior, likelihood, values)
     report = Tuning("mackay", "map", tuple(trace), len(trace), settled, at_bound, tuple(fixed))
-    return *found, report if tracker is None else tracker.report(report, *found)
+    return *found, report if tracker is None else tracker.report(report, *found, bounds.at_floor(values))
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,9 @@
 Each v* starts from the last, over one reading of the data. A group starts at λ_g = tr(K_g)/(N·C s²), K_g = J_g J_gᵀ/λ_g
 at λ_g = 1: each group gives the outputs a prior variance of s², that of the targets of a Gaussian likelihood, else 1.
 So neither the start nor the optimum found from it depends on how a layer, or the targets, are scaled.
+
+The noise that the evidence learns is that of the residuals at h(·, v*). Predictions about the network's mean err by the
+network's residuals instead, which can be many times larger; for those, σ is held at or above √(SSE(θ*)/(N·C)).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from lapwing.evidence import decompose
 from lapwing.likelihoods import Gaussian
 from lapwing.operators import linalg
 from lapwing.posterior import curvature
-from lapwing.tune.bounds import Box, Tuning
+from lapwing.tune.bounds import EDGE, Box, Tuning
 from lapwing.tune.modes import normalized_by
 
 NATS = 1.0  # below the tangent MAP at which the trained weights are said to be no mode
@@ -34,6 +37,7 @@ class Tracker:
 
     state: State
     jacobian: Jacobian
+    mean: str = "network"  # that predictions will be about, or "tangent"
     last: Center | None = None
     first: int = field(init=False)
 
@@ -78,10 +82,13 @@ class Tracker:
         assert self.last is not None
         return self.last.alone()
 
-    def report(self, tuning: Tuning, prior: Any, likelihood: Any) -> Tuning:
-        """The record of a tuning at this center, once v* is what it is asked to be at the hyperparameters found."""
+    def report(self, tuning: Tuning, prior: Any, likelihood: Any, floors: tuple[str, ...] = ()) -> Tuning:
+        """The record of a tuning at this center, once v* is what it is asked to be at the hyperparameters found; floors
+        names those that were held at a floor."""
         center = self.center(prior, likelihood, strict=True)
-        note = self._note(prior, likelihood, center)
+        notes = [self._note(prior, likelihood, center)]
+        notes += ["the noise is held at the network's residuals, the tangent model's being smaller"] if floors else []
+        note = "; ".join(filter(None, notes))
         return replace(tuning, center="tangent", passes=self.passes, residual=center.residual, note=note)
 
     def _note(self, prior: Any, likelihood: Any, center: Center) -> str:
@@ -96,7 +103,13 @@ class Tracker:
         return f"{cause}the trained weights are {short:.3g} nats below the tangent MAP, where the evidence was taken"
 
     def started(self, bounds: Box, prior: Any, likelihood: Any) -> Box:
-        """The bounds with the precisions' start at tr(K_g)/(N·C s²)."""
+        """The bounds with the precisions' start at tr(K_g)/(N·C s²), and the noise's floor."""
+        if self.mean == "network" and "noise" in bounds.start:
+            residual = likelihood.residual_noise(self.state.statistics).clamp(min=torch.finfo(torch.float64).tiny)
+            floor = torch.maximum(bounds.low["noise"], residual.log().to(bounds.low["noise"]))
+            low = {**bounds.low, "noise": floor}
+            start = {**bounds.start, "noise": torch.maximum(bounds.start["noise"], floor + EDGE)}
+            bounds = replace(bounds, low=low, start=start, floors=("noise",))
         if "precision" not in bounds.start:
             return bounds
         groups = prior.groups()
@@ -106,9 +119,9 @@ class Tracker:
         if isinstance(likelihood, Gaussian):
             spread = float(likelihood.target_scale(self.state.statistics).square().mean())
         trace = _sum_by(groups, squares) / (self.jacobian.f.numel() * spread)
-        low, high = bounds.low["precision"], bounds.high["precision"]
-        start = trace.clamp(min=torch.finfo(torch.float64).tiny).log().clamp(low + 1, high - 1)
-        return replace(bounds, start={**bounds.start, "precision": start})
+        within = bounds.low["precision"] + 1, bounds.high["precision"] - 1
+        begin = trace.clamp(min=torch.finfo(torch.float64).tiny).log().clamp(*within)
+        return replace(bounds, start={**bounds.start, "precision": begin})
 
 
 def _sum_by(groups: Any, values: Tensor) -> Tensor:
