@@ -24,7 +24,7 @@ from lapwing.tangent import TangentModel
 
 AT_ONCE = 16  # vectors pushed through the network together
 SMALL = 2**18  # numbers in the vectors of a small network, which are pushed through it together
-TOGETHER = 128  # vectors times examples that a convolution runs on at once: more only leave the caches
+TOGETHER, LARGEST = 128, 64  # vectors times examples, and examples, that convolutions run on at once: more leave caches
 
 Middle = Callable[[Tensor, Tensor, Tensor], Tensor]  # f (m, c), J V (k, m, c), y -> (k, m, c), one row a position
 
@@ -68,7 +68,7 @@ def at_once(tangent: TangentModel) -> int:
 
 def pieces(tangent: TangentModel, x: Any, y: Any, k: int) -> Iterator[tuple[Any, Any]]:
     """A batch in pieces of as many examples as k vectors are best run with: whole, unless there are convolutions."""
-    n, size = len(y), max(1, TOGETHER // min(k, AT_ONCE))
+    n, size = len(y), max(1, min(LARGEST, TOGETHER // min(k, AT_ONCE)))
     if n <= size or tangent.columns_at_once or not tangent.separable(x):
         yield x, y
         return

@@ -31,7 +31,7 @@ from lapwing.solvers.estimate import FEWEST, mean_of
 from lapwing.solvers.product import Product
 from lapwing.solvers.sgd import sgd
 
-VECTORS = 8  # of the size of the parameters that a solve holds for each column
+VECTORS = 20  # of the size of the parameters that a solve holds for each column
 STEPS = 64  # of Lanczos, for which memory is planned
 ROUND = 64  # minibatches of a round of SGD, at the least: whole passes
 
@@ -155,11 +155,11 @@ class Streamed:
         """RᵀWR v."""
         return self.reads().product(v, self.weights.detach())[0]
 
-    def _whitened(self, gram: Product) -> Product:
+    def whitened(self, gram: Product) -> Product:
         scale = self.d.rsqrt()
         return lambda u: u + scale * gram(scale * u).to(u)
 
-    def _precondition(self, r: Tensor) -> Tensor:
+    def precondition(self, r: Tensor) -> Tensor:
         root = self.d.sqrt()
         return root * linalg.solve(self.close[0], root * r)
 
@@ -185,14 +185,14 @@ class Streamed:
         return out
 
     def _solve(self, b: Tensor, start: Tensor | None) -> Solution:
-        plan, mv = self.plan, self._whitened(self.gram)
+        plan, mv = self.plan, self.whitened(self.gram)
         if plan.solver == "cg":
-            return cg(mv, b, self._precondition, start, plan.tolerance, plan.max_steps)
+            return cg(mv, b, self.precondition, start, plan.tolerance, plan.max_steps)
         root = self.reads()
-        batches = (self._whitened(gram) for gram in root.minibatches(self.weights.detach()))
+        batches = (self.whitened(gram) for gram in root.minibatches(self.weights.detach()))
         whole = 2 * -(-ROUND // (2 * root.batches))  # passes a round, as many in each half
         rounds = max(1, plan.max_steps // whole)
-        return sgd(mv, batches, b, whole * root.batches, self._precondition, start, plan.tolerance, rounds)
+        return sgd(mv, batches, b, whole * root.batches, self.precondition, start, plan.tolerance, rounds)
 
     # -- samples ----------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,8 @@ class Streamed:
         last = self.cache.get("samples")
         root, plan = self.reads(), self.plan
         before, prior = root.passes, self._normal(plan.samples, torch.Generator().manual_seed(plan.seed + 1))
-        solution = self.solved(self._right(self.noise, prior), prior if last is None else last[2])
+        start = prior if last is None else last[2].dense().sqrt() * last[1].z
+        solution = self.solved(self.right(self.noise, prior), start)
         z = self.d.rsqrt() * solution.x
         gz, squares = root.product(z, self.weights.detach())
         found = Samples(
@@ -242,12 +243,12 @@ class Streamed:
 
     def remember(self, samples: Samples) -> None:
         """Take these as the samples of this W and D, and start from them where others are asked for."""
-        self.cache["samples"] = self.key, samples, self.d.sqrt() * samples.z
+        self.cache["samples"] = self.key, samples, self.precision()
 
     def _normal(self, k: int, generator: torch.Generator) -> Tensor:
         return linalg.standard_normal((k, self.size), generator, self.d)
 
-    def _right(self, noise: Tensor, prior: Tensor) -> Tensor:
+    def right(self, noise: Tensor, prior: Tensor) -> Tensor:
         """D^-½ (RᵀW^½ e) + e₀."""
         pulled = torch.einsum("h,hkp->kp", self.weights.detach().sqrt(), noise)
         return self.d.rsqrt() * pulled + prior
@@ -340,7 +341,7 @@ def _(op: Streamed, n: int, generator: torch.Generator) -> Tensor:
     """Of noise of their own; the samples that predictions use are `op.spread`."""
     prior = op._normal(n, generator)
     noise = op.reads().noise(n, generator)
-    u = op.solved(op._right(noise, prior), prior).x
+    u = op.solved(op.right(noise, prior), prior).x
     return u * (op.d * op.level.detach()).rsqrt()
 
 

@@ -45,7 +45,7 @@ def em(
     warn_bound(at_bound)
     found = loop.at(values)
     report = Tuning("em", "map", (), steps, settled, at_bound, tuple(fixed))
-    return *found, report if tracker is None else tracker.report(report, *found)
+    return *found, report if tracker is None else tracker.report(report, *found, bounds.at_floor(values))
 
 
 def _run(loop: _Loop, bounds: Box, tracker: Tracker | None, tolerance: float) -> tuple[dict[str, Tensor], int, bool]:
