@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lapwing.center import Center
 from lapwing.curvature import State
 from lapwing.errors import Unsupported
 from lapwing.operators import Streamed, linalg
 from lapwing.posterior import curvature
 from lapwing.tune.bounds import Box, Tuning, box, warn_bound
-from lapwing.tune.fixed_point import FASTEST, TOLERANCE, Stride, _Loop, _precise, precision
+from lapwing.tune.fixed_point import FASTEST, TOLERANCE, Stride, _Loop, precision
 from lapwing.tune.tracking import Tracker
 
 STEPS = 100
@@ -52,10 +51,13 @@ def _run(loop: _Loop, bounds: Box, tracker: Tracker | None, tolerance: float) ->
     values, stride, gap = dict(bounds.start), Stride(loop.most), 1.0
     for step in range(1, STEPS + 1):
         now = loop.at(values)
-        center: Center | None = None if tracker is None else tracker.center(*now, precision(gap, tolerance))
+        center, precise = None, True
+        if tracker is not None:
+            center = tracker.center(*now, precision(gap, tolerance))
+            precise = center.residual <= max(tracker.tolerance, precision(0.0, tolerance))
         wanted, gap = loop.look(bounds, values, center)
         near = max(tolerance, SHARE * _relative_error(loop, now))
-        if gap <= near and _precise(center, near):
+        if gap <= near and precise:
             return values, step, True
         if gap > near:  # else once more here, with a better v*
             values = stride.towards(wanted, values, bounds)
