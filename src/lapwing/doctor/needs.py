@@ -11,6 +11,7 @@ With N data, K cotangents an example, C outputs, P parameters, and a the seconds
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from lapwing.curvature.gram import PANEL
 from lapwing.curvature.parts import Part
 from lapwing.doctor import trial
 from lapwing.doctor.reading import Batch, Sample
+from lapwing.doctor.tangent import centered
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
@@ -48,6 +50,9 @@ class Rates:
     product: float  # of a multiplication and addition, float64
     product32: float
     element: float  # of a parameter in one evaluation of the evidence
+    sweep: float  # of an element of a matrix in its product with a vector
+    push: float = math.nan  # of an example's J v, in a pass over the data
+    pull: float = math.nan  # of an example's Jᵀu
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,12 @@ class Need:
     tune: float
     predict: float
     note: str = ""
+    solve: float = 0.0  # seconds of one solve with the precision
+    factorize: float = 0.0  # seconds, before it, for each new prior or noise
+    exact: bool = False  # whether the precision is that of the tangent model
+    kept: float = 0.0  # bytes that stay between fit and prediction
+    tangent: float = math.nan  # seconds of tuning at the tangent MAP
+    each: float = math.nan  # of those, for each pass over the data, or each round where J is in memory
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,14 @@ def measure(problem: Problem, sample: Sample) -> Rates:
         product=trial.product_seconds(device, torch.float64),
         product32=trial.product_seconds(device, torch.float32),
         element=trial.element_seconds(device),
+        sweep=trial.sweep_seconds(device),
     )
+
+
+def with_products(rates: Rates, problem: Problem) -> Rates:
+    """With those of products with J, which go by the weights that are Bayesian."""
+    push, pull = trial.jacobian_seconds(problem.tangent, problem.batch)
+    return replace(rates, push=push, pull=pull)
 
 
 # Times of LAPACK in matrix products of the same size: the smaller a matrix, the less of it is products.
@@ -168,6 +186,10 @@ def _evaluations(problem: Problem, size: int, parts: int, rates: Rates) -> float
 
 
 def need(name: str, problem: Problem, rates: Rates) -> Need:
+    return centered(_uncentered(name, problem, rates), problem, rates)
+
+
+def _uncentered(name: str, problem: Problem, rates: Rates) -> Need:
     if name == "full (primal)":
         return _primal(problem, rates)
     return _dual(problem, rates) if name == "full (dual)" else _layered(name, problem, rates)
@@ -184,6 +206,10 @@ def _primal(problem: Problem, rates: Rates) -> Need:
         tune=eigenvalues(p, rates) + cholesky(p, rates) + _evaluations(problem, p, 1, rates),
         predict=new * (0.75 * p**2 * rates.product + p * rates.element) + trial.THOUSAND * rates.gradient,
         note="exact",
+        solve=p**2 * rates.sweep,
+        factorize=cholesky(p, rates),
+        exact=problem.factor.kind == "exact",
+        kept=matrix * (problem.weights + 2),
     )
     if p > TRY_DENSE:
         return need
@@ -224,6 +250,10 @@ def _dual(problem: Problem, rates: Rates) -> Need:
         + trial.THOUSAND * rates.gradient * (1 + problem.outputs) / 3
         + (0 if held or not wide else make),
         note="exact",
+        solve=2 * m * p * rates.sweep + (0 if held or not wide else make),
+        factorize=cholesky(m, rates),
+        exact=problem.factor.kind == "exact",
+        kept=inputs + 8 * sides * m + rows / 2 + 24 * m**2,
     )
 
 
@@ -238,10 +268,13 @@ def _layered(name: str, problem: Problem, rates: Rates) -> Need:
         problem, problem.size, len(parts), rates
     )
     note = {"kron": "Kronecker factors", "block": "exact per layer", "diag": "exact diagonal"}[name]
+    solve = sum(_solve_seconds(part, rates) for part in parts)
+    factorize = sum(cholesky(part.size, rates) for part in parts if part.kind == "dense")
     largest = max((part.size for part in parts if part.kind == "dense"), default=0)
     if state + transient + vectors > TRY or largest > TRY_DENSE:
         fit, predict, work = _counted(parts, problem, rates)
-        return Need(state + vectors + transient + work, fit, tune, predict, note)
+        memory = state + vectors + transient + work
+        return Need(memory, fit, tune, predict, note, solve, factorize, kept=state + vectors)
     tried = trial.try_fit(structure, problem.tangent, problem.likelihood, problem.factor, problem.seen, problem.batch)
     pushed = trial.try_predict(tried.state, problem.likelihood, problem.batch[0], problem.working)
     work = HEAP * (tried.peak - state) * max(1.0, problem.batch_size / tried.examples)
@@ -252,6 +285,9 @@ def _layered(name: str, problem: Problem, rates: Rates) -> Need:
         tune=tune,
         predict=pushed.thousand,
         note=note,
+        solve=solve,
+        factorize=factorize,
+        kept=state + vectors,
     )
 
 
@@ -292,6 +328,14 @@ def _tune_seconds(part: Part, problem: Problem, rates: Rates) -> float:
         single = 1.0 if problem.element == 8 else 0.7  # float32 saves less here than in products
         return b * sum(single * eigenvalues(n, rates) + eigenvectors(n, rates) for n in (o, i))
     return eigenvalues(part.size, rates) + cholesky(part.size, rates) if part.kind == "dense" else 0.0
+
+
+def _solve_seconds(part: Part, rates: Rates) -> float:
+    """Of one vector, with what was factorized."""
+    b, o, i = part.shape
+    if part.kind == "kron":  # into the eigenbasis and back
+        return 2 * b * o * i * (o + i) * rates.product + 4 * part.size * rates.element
+    return part.size**2 * rates.sweep if part.kind == "dense" else part.size * rates.element
 
 
 def _counted(parts: list[Part], problem: Problem, rates: Rates) -> tuple[float, float, float]:

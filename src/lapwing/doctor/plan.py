@@ -15,7 +15,7 @@ import torch
 
 from lapwing import api
 from lapwing.curvature import BUDGET, Full
-from lapwing.doctor.needs import Need, Problem, Rates, measure, need, survey
+from lapwing.doctor.needs import Need, Problem, Rates, measure, need, survey, with_products
 from lapwing.doctor.reading import Sample
 from lapwing.doctor.report import Cost
 from lapwing.doctor.trial import THOUSAND, gradient_seconds
@@ -24,6 +24,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
 NAMES = ("full (primal)", "full (dual)", "kron", "block", "diag")
+FAILS = (LapwingError, RuntimeError, ValueError, TypeError, NotImplementedError)  # of the user's model, in a trial
 LIBRARIES = 16 * 2**20  # bytes of buffers that torch's libraries keep for themselves
 
 
@@ -49,13 +50,15 @@ def draw_up(
     """Plan every structure, and the last layer alone where there is one."""
     working = BUDGET if budget is None else max(2**16, budget // 2)
     problem = survey(tangent, likelihood, sample, working)
-    rates = measure(problem, sample)
+    basic = measure(problem, sample)
+    rates, failures = _rates(basic, problem)
     names = NAMES if problem.counted else tuple(name for name in NAMES if name != "full (dual)")
-    needs, failures = _needs(problem, rates, names)
+    needs, failed = _needs(problem, rates, names)
+    failures |= failed
     if last is not None and last.layout.size < tangent.layout.size:
         small = survey(last, likelihood, sample, working)
         name, _ = _preferred(small)
-        found, more = _needs(small, rates, (name,))
+        found, more = _needs(small, _rates(basic, small)[0], (name,))
         if name in found:
             needs["last_layer"] = replace(found[name], note=name.split()[0])
         else:
@@ -75,8 +78,19 @@ def draw_up(
 def _told(found: Need, problem: Problem, unit: float, limit: int) -> Cost:
     memory = int(min(found.memory + problem.copies + LIBRARIES, 2**62))
     epoch = problem.n * unit
-    tune = found.tune / epoch if problem.counted else math.nan
-    return Cost(memory, found.fit / epoch, tune, found.predict / (THOUSAND * unit), memory <= limit, found.note)
+    tune, tangent, each = (
+        seconds / epoch if problem.counted else math.nan for seconds in (found.tune, found.tangent, found.each)
+    )
+    predict, fits = found.predict / (THOUSAND * unit), memory <= limit
+    return Cost(memory, found.fit / epoch, tune, predict, fits, found.note, tangent, each)
+
+
+def _rates(basic: Rates, problem: Problem) -> tuple[Rates, dict[str, str]]:
+    """With the seconds of products with J; they stay unknown where J cannot be multiplied by, and why."""
+    try:
+        return with_products(basic, problem), {}
+    except FAILS as error:
+        return basic, {"center='tangent'": _told_error(error)}
 
 
 def _needs(problem: Problem, rates: Rates, names: tuple[str, ...]) -> tuple[dict[str, Need], dict[str, str]]:
@@ -85,9 +99,13 @@ def _needs(problem: Problem, rates: Rates, names: tuple[str, ...]) -> tuple[dict
     for name in names:
         try:
             needs[name] = need(name, problem, rates)
-        except (LapwingError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        except FAILS as error:
+            failures[name] = _told_error(error)
     return needs, failures
+
+
+def _told_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
 def _preferred(problem: Problem) -> tuple[str, str]:

@@ -1,8 +1,9 @@
 """What the doctor hands back: findings, the plan, the treatment of each parameter, and a call; printed in 100 columns.
 
 A finding's message says what, got, do. Costs are counted in gradients, the unit that everyone with a trained network
-has a feeling for: `fit` and `tune` in gradient epochs (one forward and backward pass over the training data), `predict`
-in gradient passes over the 1,000 inputs predicted. Memory is what comes on top of the model, the data and torch itself.
+has a feeling for: `fit`, `tune` and `tangent` in gradient epochs (one forward and backward pass over the training
+data), `predict` in gradient passes over the 1,000 inputs predicted. Memory is what comes on top of the model, the data
+and torch itself.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lapwing.doctor.tangent import PASSES, SEEN
+
 WIDTH = 100
 SEVERITIES = ("error", "warning", "note", "ok")  # in the order in which they are printed
-UNITS = "fit and tune in gradient epochs, predict in gradient passes over 1,000 inputs"
+UNITS = "fit, tune and tangent in gradient epochs, predict in gradient passes over 1,000 inputs"
+TYPICAL = (
+    "tune: at the trained weights, center='map'; tangent: at the tangent MAP, as tuned() does, with a",
+    f"typical {PASSES} passes over the data ({SEEN[0]} to {SEEN[1]} have been seen: how many cannot be told before)",
+)
 SHOWN = 16  # parameters printed before the rest is folded
 
 
@@ -31,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a structure would take; `tune` is NaN where the number of examples is unknown."""
+    """What a structure would take; `tune` and `tangent` are NaN where the number of examples is unknown."""
 
     memory: int  # bytes at the peak of fit, tune and predict
     fit: float  # gradient epochs
@@ -39,6 +46,8 @@ class Cost:
     predict: float  # gradient passes over the 1,000 inputs
     fits: bool  # the memory limit
     note: str = ""
+    tangent: float = math.nan  # gradient epochs of tuning at the tangent MAP, with a typical number of passes
+    each: float = math.nan  # of those, for each pass over the data; where J is in memory, for each round
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,8 @@ class Report:
             return []
         epoch = f"; a gradient epoch takes about {seconds(self.epoch)} here" if self.epoch == self.epoch else ""
         lines = [f"Plan: within {size(self.limit)}{epoch}", f"  {UNITS}"]
-        lines += [f"  {line}" for line in table(plan_rows(self), right=(1, 2, 3, 4))]
+        lines += [f"  {line}" for line in TYPICAL]
+        lines += [f"  {line}" for line in table(plan_rows(self), right=(1, 2, 3, 4, 5))]
         return [*lines, ""]
 
     def _recommendation(self) -> list[str]:
@@ -112,10 +122,12 @@ def ordered(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def plan_rows(report: Report) -> list[list[str]]:
-    rows = [["structure", "peak memory", "fit", "tune", "predict", ""]]
+    rows = [["structure", "peak memory", "fit", "tune", "tangent", "predict", ""]]
     for name, cost in report.plan.items():
         remark = cost.note if cost.fits else f"{cost.note}, too large"
-        rows.append([name, size(cost.memory), *map(significant, (cost.fit, cost.tune, cost.predict)), remark])
+        rows.append(
+            [name, size(cost.memory), *map(significant, (cost.fit, cost.tune, cost.tangent, cost.predict)), remark]
+        )
     return rows
 
 

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lapwing import tree
+from lapwing.center import Jacobian
 from lapwing.curvature import Factor, Probe, State, accumulate
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.doctor.reading import Batch
@@ -144,6 +145,24 @@ def gradient_seconds(tangent: TangentModel, likelihood: Likelihood, batch: Batch
 
 def forward_seconds(tangent: TangentModel, x: Any, n: int) -> float:
     return seconds(lambda: tangent(x), tangent.device) / n
+
+
+def jacobian_seconds(tangent: TangentModel, batch: Batch) -> tuple[float, float]:
+    """Of J v and of Jᵀu, for one example in a pass over batches like this one; reading them is not in it."""
+    x, y = batch
+    f = tangent(x)
+    flat, targets = flat_outputs(f).to(torch.float64), flat_targets(f, y)
+    times = 2
+    jacobian = Jacobian(
+        tangent, [batch] * times, flat.repeat(times, 1), torch.cat([targets] * times), (f.shape,) * times, None
+    )
+    v = torch.ones(tangent.layout.size, dtype=torch.float64, device=tangent.device)
+    u = torch.ones_like(jacobian.f)
+    runs = (lambda: jacobian.push(v), lambda: jacobian.pull(u))
+    for run in runs:
+        run()
+    push, pull = (seconds(run, tangent.device) / (times * len(y)) for run in runs)
+    return push, pull
 
 
 # -- a fit ---------------------------------------------------------------------------------------------------------
@@ -273,6 +292,13 @@ def product_seconds(device: torch.device, dtype: torch.dtype, side: int = 384) -
     a = torch.ones(side, side, dtype=dtype, device=device)
     a @ a
     return seconds(lambda: a @ a, device) / side**3
+
+
+def sweep_seconds(device: torch.device, side: int = 1500) -> float:
+    """Of one element of a matrix in its product with a vector."""
+    a = torch.ones(side, side, dtype=torch.float64, device=device)
+    a @ a[0]
+    return seconds(lambda: a @ a[0], device) / side**2
 
 
 def element_seconds(device: torch.device, size: int = 50_000) -> float:
