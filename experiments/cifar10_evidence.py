@@ -12,6 +12,7 @@ On a part of the images (600 of the test set, 300 of the training set), with the
     conditional   log p(D₂ | D₁), evidence over all data less that over four fifths of them
     augmented     what images look like to the network: fit and curvature of plain, cropped and held-out ones
     curvature     views with the curvature of random views (crops and flips) in the place of that of plain images
+    last_layer    prior precisions of the last layer, by plain linear algebra
     transfer      views on another network (--depth), with the curvature of a fifth of the training images
 
 Results go under "evidence" in `results/cifar10.json`.
@@ -20,6 +21,7 @@ Results go under "evidence" in `results/cifar10.json`.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -279,6 +281,38 @@ def transfer(problem: Problem) -> dict[str, Any]:
     } | {"precisions": found, "temperature_scale": scale}
 
 
+def last_layer(problem: Problem) -> dict[str, dict[str, float]]:
+    """Prior precisions of the last layer from its features by plain linear algebra: where the evidence is stationary,
+    and where 100 steps of Adam at a rate of .1 end, from 1. Kronecker factors: the bias as one more input, or apart."""
+    head = problem.net.get_submodule("fc")
+    body = copy.deepcopy(problem.net)
+    body.fc = torch.nn.Identity()
+    phi = problem.kept("features", lambda: forward(body, problem.train[0]))[0].double()
+    W, b = (t.detach().double() for t in (head.weight, head.bias))
+    p, z = (phi @ W.mT + b).softmax(-1), torch.cat([phi, torch.ones(len(phi), 1).double()], 1)
+    B = torch.diag(p.sum(0)) - p.mT @ p
+    pairs = [[z.mT @ (z * (p[:, i] * (float(i == j) - p[:, j])).unsqueeze(1)) for j in range(10)] for i in range(10)]
+    exact = torch.linalg.eigvalsh(torch.cat([torch.cat(row, 1) for row in pairs]))
+    m, inside, apart = (torch.linalg.eigvalsh(g) for g in (B, z.mT @ z / len(z), phi.mT @ phi / len(z)))
+    spectra = {"full": exact, "kron": torch.outer(inside, m).flatten()}
+    spectra["kron, bias apart"] = torch.cat([torch.outer(apart, m).flatten(), m])
+    theta = float(W.square().sum() + b.square().sum())
+    return {name: _precisions(values.clamp(min=0), theta) for name, values in spectra.items()}
+
+
+def _precisions(values: Tensor, theta: float) -> dict[str, float]:
+    stationary = 1.0
+    for _ in range(500):
+        stationary = float((values / (values + stationary)).sum()) / theta
+    log_s = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([log_s], lr=0.1)
+    for _ in range(100):
+        adam.zero_grad()
+        (0.5 * log_s.exp() * theta + 0.5 * torch.log1p(values / log_s.exp()).sum()).backward()
+        adam.step()
+    return {"stationary": stationary, "adam": float(log_s.detach().exp())}
+
+
 STUDIES: dict[str, Callable[[Problem], Any]] = {
     "precisions": precisions,
     "views": views,
@@ -288,6 +322,7 @@ STUDIES: dict[str, Callable[[Problem], Any]] = {
     "augmented": augmented,
     "curvature": curvature,
     "transfer": transfer,
+    "last_layer": last_layer,
 }
 
 
