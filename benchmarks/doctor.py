@@ -118,6 +118,9 @@ def at_tangent() -> Iterator[tuple[str, str, float, float]]:
         more = passes - PASSES if passes > 1 else rounds - ROUNDS
         what = f"tuned() of {passes} passes" if passes > 1 else f"tuned() of {rounds} rounds"
         yield f"{name} {structure}", what, statistics.median(c.tangent + more * c.each for c in costs), seconds / unit
+        if name in NETWORKS:
+            peak = memory(name, f"{structure}:tangent")
+            yield f"{name} {structure}", "memory with tuned(), MB", costs[0].memory / 1e6, peak / 1e6
 
 
 def thread_seconds(function: Any) -> tuple[float, Any]:
@@ -162,7 +165,7 @@ def compare(repeat: int) -> Iterator[tuple[str, str, float, float]]:
             found = measured(net, loader, structure, repeat)
             for what in ("fit", "tune", "predict"):
                 yield case, what, statistics.median(getattr(cost, what) for cost in costs), found[what]
-            yield case, "memory, MB", costs[0].memory / 1e6, memory(name, structure) / 1e6
+            yield case, "memory, MB", costs[0].memory_at_map / 1e6, memory(name, structure) / 1e6
 
 
 def main() -> None:

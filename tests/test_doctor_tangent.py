@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lapwing as lw
 from lapwing import center
 from lapwing.curvature import Factor, Probe
-from lapwing.doctor import needs, tangent, trial
+from lapwing.doctor import needs, plan, tangent, trial
 from lapwing.doctor.needs import Need, Problem, Rates
 
 NOTHING = Rates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -69,18 +69,15 @@ def test_a_pass_is_half_a_push_and_half_a_pull_and_what_the_structure_does(strea
 
 def test_known_directions_take_memory_up_to_the_room_for_them(streamed, monkeypatch):
     few, (p, m) = tangent.PASSES // 2, (39, 300)
-    found = tangent.centered(replace(FREE, kept=10.0), streamed, NOTHING)
-    assert found.memory == 10 + 16 * few * (p + m) + 24 * few * m
+    assert tangent.centered(FREE, streamed, NOTHING).work == 16 * few * (p + m) + 24 * few * m
     monkeypatch.setattr(center, "ROOM", 5 * 8 * (p + m))
-    found = tangent.centered(replace(FREE, kept=10.0), streamed, NOTHING)
-    assert found.memory == 10 + 16 * 5 * (p + m) + 24 * 5 * m
-    assert tangent.centered(replace(FREE, memory=1e9), streamed, NOTHING).memory == 1e9
+    assert tangent.centered(FREE, streamed, NOTHING).work == 16 * 5 * (p + m) + 24 * 5 * m
 
 
 def test_products_that_cannot_be_told_leave_the_column_open(streamed):
     found = tangent.centered(FREE, streamed, replace(NOTHING, push=math.nan))
     assert math.isnan(found.tangent)
-    assert math.isfinite(found.memory)
+    assert math.isfinite(found.work)
 
 
 # -- in memory ---------------------------------------------------------------------------------------------------
@@ -100,7 +97,7 @@ def test_a_round_in_memory_is_a_factorization_and_its_steps(monkeypatch, likelih
     assert found.tangent == pytest.approx(tangent.ROUNDS * (100 + count))
     swept = tangent.centered(need, problem, replace(NOTHING, sweep=1.0))
     assert swept.each - found.each == pytest.approx(2 * count * 300 * 39)
-    assert swept.memory == 16 * 300 * 39
+    assert swept.work == 16 * 300 * 39
     read = tangent.centered(need, problem, replace(NOTHING, gradient=3.0, read=1.0))
     assert read.tangent - found.tangent == pytest.approx(100 * (1 + 3 + 1))  # once forward, and once back an output
 
@@ -122,6 +119,17 @@ def test_j_is_in_memory_where_the_center_keeps_it(monkeypatch, positions, by, mo
     kept = center.read(la.state, la.likelihood, la.data, budget).rows is not None
     assert kept == (more == 0)
     assert tangent.in_memory(made(n, c, positions, working=budget)) == kept
+
+
+def test_memory_is_that_of_the_larger_center(monkeypatch):
+    """The state stays between fit and prediction, and the tangent MAP works beside it."""
+    monkeypatch.setattr(plan, "LIBRARIES", 0)
+    problem = made(100, 3)
+    for kept, whole in ((400.0, 1000), (800.0, 1300)):
+        found = plan._told(replace(FREE, kept=kept, work=500.0), problem, 1.0, 1000 + problem.copies)
+        assert found.memory - problem.copies == whole
+        assert found.memory_at_map - problem.copies == 1000
+        assert found.fits == (whole == 1000)
 
 
 # -- the whole visit ---------------------------------------------------------------------------------------------

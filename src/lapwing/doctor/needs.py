@@ -68,6 +68,7 @@ class Need:
     factorize: float = 0.0  # seconds, before it, for each new prior or noise
     exact: bool = False  # whether the precision is that of the tangent model
     kept: float = 0.0  # bytes that stay between fit and prediction
+    work: float = 0.0  # bytes beside them while tuning at the tangent MAP
     tangent: float = math.nan  # seconds of tuning at the tangent MAP
     each: float = math.nan  # of those, for each pass over the data, or each round where J is in memory
 

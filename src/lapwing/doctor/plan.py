@@ -76,13 +76,14 @@ def draw_up(
 
 
 def _told(found: Need, problem: Problem, unit: float, limit: int) -> Cost:
-    memory = int(min(found.memory + problem.copies + LIBRARIES, 2**62))
+    peaks = found.memory, max(found.memory, found.kept + found.work)
+    at_map, memory = (int(min(peak + problem.copies + LIBRARIES, 2**62)) for peak in peaks)
     epoch = problem.n * unit
     tune, tangent, each = (
         seconds / epoch if problem.counted else math.nan for seconds in (found.tune, found.tangent, found.each)
     )
     predict, fits = found.predict / (THOUSAND * unit), memory <= limit
-    return Cost(memory, found.fit / epoch, tune, predict, fits, found.note, tangent, each)
+    return Cost(memory, found.fit / epoch, tune, predict, fits, found.note, tangent, each, at_map)
 
 
 def _rates(basic: Rates, problem: Problem) -> tuple[Rates, dict[str, str]]:

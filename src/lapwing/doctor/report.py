@@ -48,6 +48,7 @@ class Cost:
     note: str = ""
     tangent: float = math.nan  # gradient epochs of tuning at the tangent MAP, with a typical number of passes
     each: float = math.nan  # of those, for each pass over the data; where J is in memory, for each round
+    memory_at_map: int = 0  # bytes at the peak, where tuning is at the trained weights
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def _streamed(need: Need, problem: Problem, rates: Rates) -> Need:
         need,
         tangent=need.tune + reading + PASSES * a_pass,
         each=a_pass,
-        memory=max(need.memory, need.kept + work),
+        work=work,
     )
 
 
@@ -68,5 +68,5 @@ def _held(need: Need, problem: Problem, rates: Rates) -> Need:
         need,
         tangent=need.tune + rows + ROUNDS * a_round,
         each=a_round,
-        memory=max(need.memory, need.kept + 16 * m * p),
+        work=16 * m * p,
     )
