@@ -215,6 +215,18 @@ def test_samples_have_the_posterior_covariance_and_dimension(name: str) -> None:
     assert abs(float(other.mean()) - exact) < 5 * float(other.std()) / len(z) ** 0.5
 
 
+def test_the_prior_draw_does_not_pass_for_a_sample_where_data_say_little() -> None:
+    """Many weights, few data of little curvature: against ‖b‖, nearly all prior noise, no residual would show."""
+    R, a = 0.05 * double(3, 2000, seed=0), torch.ones(2000, dtype=torch.float64)
+    op = held(R, a, tolerance=1e-3, samples=64)
+    inner = torch.eye(3, dtype=torch.float64) + R @ R.mT
+    exact = (R @ R.mT @ inner.inverse()).diagonal()  # diag R M⁻¹ Rᵀ
+    found = (op.spread @ R.mT).square().mean(0)
+    assert op.samples.steps > 0
+    assert float(((found - exact) / (exact * (2 / 64) ** 0.5)).abs().max()) < 5
+    assert float((R @ R.mT).diagonal().min()) > 3 * float(exact.max())  # what the prior draw alone would give
+
+
 def test_groups_of_the_prior_share_the_samples() -> None:
     net, x, y, likelihood = regression(2)
     structure = MatrixFree(samples=8, tolerance=TIGHT)

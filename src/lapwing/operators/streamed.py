@@ -76,7 +76,7 @@ class Plan:
     samples: int
     solver: str  # "cg" or "sgd"
     preconditioner: str  # its name
-    tolerance: float  # of ‖b − M x‖ / ‖b‖, in the unit of D
+    tolerance: float  # of ‖b − M x‖ / ‖b‖, in the unit of D; for samples of the data's part of b
     max_steps: int  # of CG or Lanczos, or passes' worth of minibatches
     seed: int
     memory_budget: int
@@ -89,7 +89,7 @@ class Samples:
     z: Tensor = field(repr=False)  # (k, p)
     gamma: Tensor = field(repr=False)  # z_gᵀ(Gz)_g, (k, g)
     squares: Tensor = field(repr=False)  # ‖R_h z‖², (k, h)
-    residual: float  # the largest ‖b − M z‖ / ‖b‖
+    residual: float  # the largest ‖b − M z‖ / ‖RᵀW^½ e‖, in the unit of D
     steps: int
     passes: int
     solver: str
@@ -163,12 +163,23 @@ class Streamed:
         root = self.d.sqrt()
         return root * linalg.solve(self.close[0], root * r)
 
-    def solved(self, b: Tensor, start: Tensor | None = None) -> Solution:
-        """u with (I + D^-½ RᵀWR D^-½) u = b, columns in groups that fit the memory budget; raises unless converged."""
+    def sampled(self, noise: Tensor, prior: Tensor, start: Tensor) -> Solution:
+        """The solve of a sample. Where the data say little, b is nearly all prior noise e₀, and relative to it the start
+        e₀ would pass for the answer: the residual is relative to the data's part of b."""
+        pulled, b = self.right(noise, 0 * prior), self.right(noise, prior)
+        share = float((pulled.norm(dim=-1) / b.norm(dim=-1)).min().clamp(1e-12, 1.0))
+        found = self.solved(b, start, share)
+        return replace(found, residual=found.residual / share)
+
+    def solved(self, b: Tensor, start: Tensor | None = None, share: float = 1.0) -> Solution:
+        """u with (I + D^-½ RᵀWR D^-½) u = b to a residual of tolerance·share·‖b‖, columns in groups that fit the memory
+        budget; raises unless converged."""
         plan, p = self.plan, self.size
         at_once = max(1, plan.memory_budget // (8 * VECTORS * p))
         starts = [None] * len(b.split(at_once)) if start is None else start.split(at_once)
-        found = [self._solve(some, x0) for some, x0 in zip(b.split(at_once), starts, strict=True)]
+        found = [
+            self._solve(some, x0, share * plan.tolerance) for some, x0 in zip(b.split(at_once), starts, strict=True)
+        ]
         out = Solution(
             torch.cat([one.x for one in found]),
             torch.cat([one.residual for one in found]),
@@ -177,22 +188,23 @@ class Streamed:
             sum(one.products for one in found),
         )
         if not out.converged:
+            residual = float(out.residual.max()) / share
             raise NotConverged(
-                f"{plan.solver} stopped at a residual of {float(out.residual.max()):.2g} after {out.steps} steps, "
+                f"{plan.solver} stopped at a residual of {residual:.2g} after {out.steps} steps, "
                 f"above {plan.tolerance:g}; use a closer preconditioner ('kron' for 'diag'), a larger prior precision, "
                 "more max_steps, a looser tolerance, or a network in float64"
             )
         return out
 
-    def _solve(self, b: Tensor, start: Tensor | None) -> Solution:
+    def _solve(self, b: Tensor, start: Tensor | None, tolerance: float) -> Solution:
         plan, mv = self.plan, self.whitened(self.gram)
         if plan.solver == "cg":
-            return cg(mv, b, self.precondition, start, plan.tolerance, plan.max_steps)
+            return cg(mv, b, self.precondition, start, tolerance, plan.max_steps)
         root = self.reads()
         batches = (self.whitened(gram) for gram in root.minibatches(self.weights.detach()))
         whole = 2 * -(-ROUND // (2 * root.batches))  # passes a round, as many in each half
         rounds = max(1, plan.max_steps // whole)
-        return sgd(mv, batches, b, whole * root.batches, self.precondition, start, plan.tolerance, rounds)
+        return sgd(mv, batches, b, whole * root.batches, self.precondition, start, tolerance, rounds)
 
     # -- samples ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +230,7 @@ class Streamed:
         root, plan = self.reads(), self.plan
         before, prior = root.passes, self._normal(plan.samples, torch.Generator().manual_seed(plan.seed + 1))
         start = prior if last is None else last[2].dense().sqrt() * last[1].z
-        solution = self.solved(self.right(self.noise, prior), start)
+        solution = self.sampled(self.noise, prior, start)
         z = self.d.rsqrt() * solution.x
         gz, squares = root.product(z, self.weights.detach())
         found = Samples(
@@ -341,7 +353,7 @@ def _(op: Streamed, n: int, generator: torch.Generator) -> Tensor:
     """Of noise of their own; the samples that predictions use are `op.spread`."""
     prior = op._normal(n, generator)
     noise = op.reads().noise(n, generator)
-    u = op.solved(op.right(noise, prior), prior).x
+    u = op.sampled(noise, prior, prior).x
     return u * (op.d * op.level.detach()).rsqrt()
 
 
