@@ -242,15 +242,16 @@ def augmented(problem: Problem) -> dict[str, dict[str, float]]:
 
 
 def curvature(problem: Problem) -> dict[str, Any]:
-    """G of one random view of each of 10,000 images, times 5 and times the number of views."""
+    """G of one random view of each of some images, times what these are of all, times the number of views."""
+    count = 10_000 if problem.depth == 20 else 4_000
     path = problem.path("kron_views.safetensors")
     if not path.is_file():
-        x, y = (t[:10_000] for t in problem.train)
+        x, y = (t[:count] for t in problem.train)
         x = cropped(x, 4, torch.Generator().manual_seed(0))
         batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
         factor = lw.curvature.Factor("monte_carlo", 1)
         lw.laplace(problem.net, batches, "categorical", structure="kron", factor=factor).save(path)
-    state = repeated(lw.load(path, problem.net).state, 5 * VIEWS)
+    state = repeated(lw.load(path, problem.net).state, len(problem.train[1]) / count * VIEWS)
     precision = evidence_precision(state)
     found = spread_at(problem, "study_views", state, [precision])
     return {"precision": precision, **{kind: scores(f, cov[0], y) for kind, (f, cov, y) in found.items()}}
