@@ -164,8 +164,8 @@ class Streamed:
         return root * linalg.solve(self.close[0], root * r)
 
     def sampled(self, noise: Tensor, prior: Tensor, start: Tensor) -> Solution:
-        """The solve of a sample. Where the data say little, b is nearly all prior noise e₀, and relative to it the start
-        e₀ would pass for the answer: the residual is relative to the data's part of b."""
+        """The solve of a sample. Where the data say little, b is nearly all prior noise e₀, and relative to it the
+        start e₀ would pass for the answer: the residual is relative to the data's part of b."""
         pulled, b = self.right(noise, 0 * prior), self.right(noise, prior)
         share = float((pulled.norm(dim=-1) / b.norm(dim=-1)).min().clamp(1e-12, 1.0))
         found = self.solved(b, start, share)
