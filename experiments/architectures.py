@@ -6,8 +6,10 @@ Each network is trained on training images alone, by Adam with a rate that falls
 learnt on the way by `lw.OnlineEvidence`. The log evidence is then taken by a Kronecker-factored Laplace approximation
 with the exact factor, tuned at the trained weights: no network here is normalized, and training ends near a mode.
 `lw.compare` puts the evidences side by side, with the NLL of Laplace's prediction on the 10,000 test images; beside it
-the NLL of the trained network, and Spearman's rank correlation of log evidence and −NLL over the architectures. On few
-images, the evidence with the log-determinant of the true curvature too, by Lanczos quadrature, at the same precisions.
+the NLL of the trained network, and Spearman's rank correlation of log evidence and −NLL over the architectures. On all
+images, the conditional evidence log p(D | D') = log Z(D) − log Z(D') too, D' the first 20,000 of D, each Z by its own
+training. On few, the evidence with the log-determinant of the true curvature, by Lanczos quadrature, at the same
+precisions.
 Writes `results/architectures.json`, `docs/figures/architectures.png` and the tables of `docs/architectures.md`.
 """
 
@@ -43,11 +45,29 @@ from lapwing.solvers import Estimate, slq  # noqa: E402
 
 BATCH, RATE, UPDATES, RESAMPLED = 100, 1e-3, 5, 2_000
 EPOCHS = {60_000: 10, 2_000: 60}  # by the convergence of the evidence on a seed of its own; see the page
+WHOLE, FIRST, FIRST_EPOCHS = 60_000, 20_000, 30  # images to condition on; in as many steps as all of them take
 EXACT, PROBES, STEPS = 2_000, 4, 500  # where the log-determinant of the true curvature is estimated too, and how
 RESULTS, PAGE = HERE / "results" / "architectures.json", HERE.parent / "docs" / "architectures.md"
 FIGURE = HERE.parent / "docs" / "figures" / "architectures.png"
 Data = tuple[Tensor, Tensor]
 Runs = dict[str, list[dict[str, Any]]]  # of each network, one a seed
+LABELS = {
+    "log_evidence": "log evidence",
+    "log_evidence_conditional": "conditional evidence",
+    "log_evidence_true": "log evidence, true curvature",
+    "fit": "training fit",
+    "parameters": "most parameters",
+}
+PLACES = {  # of names in the figure, in points from the dot, where (5, 4) would lie on another
+    "log_evidence": {"MLP 20-20": (-5, -9)},
+    "log_evidence_conditional": {
+        "MLP 20-20-20-20": (-6, 2),
+        "MLP 20-20": (-6, -8),
+        "MLP 100-100-100-100": (-6, 2),
+        "MLP 100-100": (-6, -9),
+        "linear": (-6, -9),
+    },
+}
 
 
 # -- networks ----------------------------------------------------------------------------------------------------
@@ -168,35 +188,44 @@ def mean(runs: list[dict[str, Any]], key: str) -> float:
     return statistics.fmean(float(r[key]) for r in runs)
 
 
+def measured(found: Runs) -> list[str]:
+    """What could rank the networks of `found`, evidences first."""
+    return [by for by in LABELS if all(by in r for runs in found.values() for r in runs)]
+
+
 def correlations(found: Runs) -> dict[str, Any]:
     """Spearman's correlations with −NLL of what could rank the networks of `found`."""
     seeds = range(len(next(iter(found.values()))))
     out: dict[str, Any] = {}
     for key in ("nll", "nll_laplace"):
         worth = [-mean(runs, key) for runs in found.values()]
-        out[key] = {
-            by: spearman([mean(runs, by) for runs in found.values()], worth)
-            for by in ("log_evidence", "log_evidence_true", "fit", "parameters")
-            if all(by in r for runs in found.values() for r in runs)
+        out[key] = {by: spearman([mean(runs, by) for runs in found.values()], worth) for by in measured(found)}
+        out[key]["each seed"] = {
+            by: [spearman([r[s][by] for r in found.values()], [-r[s][key] for r in found.values()]) for s in seeds]
+            for by in measured(found)
         }
-        out[key]["each seed"] = [
-            spearman([r[s]["log_evidence"] for r in found.values()], [-r[s][key] for r in found.values()])
-            for s in seeds
-        ]
     return out
 
 
-def interval(found: Runs, each: dict[str, list[Tensor]]) -> list[float]:
-    """5 and 95 % of Spearman's correlation of evidence and −NLL when test images are drawn anew: how much of the order
-    is the test set's noise."""
-    evidence = [mean(runs, "log_evidence") for runs in found.values()]
+def intervals(found: Runs, each: dict[str, list[Tensor]]) -> dict[str, list[float]]:
+    """5 and 95 % of Spearman's correlations with −NLL when test images are drawn anew: how much of the order is
+    the test set's noise."""
     nll = torch.stack([torch.stack(each[name]).mean(0) for name in found]).numpy()  # (network, image)
     draws = np.random.default_rng(0).multinomial(nll.shape[1], np.full(nll.shape[1], 1 / nll.shape[1]), RESAMPLED)
     means = -(nll @ draws.T) / nll.shape[1]
-    return [float(v) for v in np.quantile([spearman(evidence, m) for m in means.T], (0.05, 0.95))]
+    out = {}
+    for by in measured(found):
+        values = [mean(runs, by) for runs in found.values()]
+        out[by] = np.quantile([spearman(values, m) for m in means.T], (0.05, 0.95)).tolist()
+    return out
 
 
 # -- the page ----------------------------------------------------------------------------------------------------
+
+
+def size(record: dict[str, Any], by: str) -> int:
+    """How many images the evidence is of."""
+    return int(record["images"]) - (FIRST if by == "log_evidence_conditional" else 0)
 
 
 def shown(runs: list[dict[str, Any]], key: str, scale: float = 1.0) -> str:
@@ -209,50 +238,55 @@ def shown(runs: list[dict[str, Any]], key: str, scale: float = 1.0) -> str:
 def table(record: dict[str, Any]) -> list[str]:
     found: Runs = record["networks"]
     n, c = record["images"], record["spearman"]
+    evidences = [by for by in measured(found) if by.startswith("log_evidence")]
     order = sorted(found, key=lambda name: mean(found[name], "nll"))
-    measured = [by for by in ("log_evidence_true",) if by in c["all"]["nll"]]
-    head = ["network", "parameters", "log evidence / N", *("true curvature" for _ in measured), "fit / N"]
+    heads = {"log_evidence": "log evidence / N", "log_evidence_true": "true curvature"}
+    heads |= {"log_evidence_conditional": f"conditional / {n - FIRST:,}"}
+    head = ["network", "parameters", *(heads[by] for by in evidences), "fit / N"]
     head += ["effective dimension", "test NLL", "rank", "test NLL, Laplace", "accuracy"]
     lines = [f"**{n:,} training images, {record['epochs']} epochs, seeds {record['seeds']}**", ""]
     lines += ["| " + " | ".join(head) + " |", "|---" + "|--:" * (len(head) - 1) + "|"]
     for name, runs in sorted(found.items(), key=lambda item: -mean(item[1], "log_evidence")):
         cells = [name, f"{runs[0]['parameters']:,}"]
-        cells += [shown(runs, key, n) for key in ("log_evidence", *measured, "fit")]
+        cells += [shown(runs, key, size(record, key)) for key in (*evidences, "fit")]
         cells += [f"{mean(runs, 'effective_dimension'):.0f}", shown(runs, "nll"), str(order.index(name) + 1)]
         lines.append("| " + " | ".join([*cells, shown(runs, "nll_laplace"), shown(runs, "accuracy")]) + " |")
-    lines += ["", "| Spearman's correlation with −NLL of | the network | Laplace | the network, MLPs alone |"]
-    lines += ["|---|--:|--:|--:|"]
-    labels = {"log_evidence": "log evidence", "log_evidence_true": "log evidence, true curvature"}
-    labels |= {"fit": "training fit", "parameters": "most parameters"}
-    for by in ("log_evidence", *measured, "fit", "parameters"):
+    head = ["Spearman's correlation with −NLL of", "the network", "Laplace", "the network, MLPs alone"]
+    head += ["the network, seed by seed", "90 % over test images"]
+    lines += ["", "| " + " | ".join(head) + " |", "|---" + "|--:" * (len(head) - 1) + "|"]
+    for by in measured(found):
         values = [c["all"]["nll"][by], c["all"]["nll_laplace"][by], c["MLPs"]["nll"][by]]
-        lines.append(f"| {labels[by]} | " + " | ".join(f"{v:.2f}" for v in values) + " |")
-    each = ", ".join(f"{v:.2f}" for v in c["all"]["nll"]["each seed"])
-    low, high = c["interval"]
-    lines += [
-        "",
-        f"Log evidence and the network's −NLL, seed by seed: {each}; 90 % over test images: {low:.2f} to",
-    ]
-    lines += [f"{high:.2f}. CPU time {record['cpu_seconds'] / 60:.1f} minutes."]
-    return lines
+        cells = [LABELS[by], *(f"{v:.2f}" for v in values)]
+        cells.append(", ".join(f"{v:.2f}" for v in c["all"]["nll"]["each seed"][by]))
+        cells.append(" to ".join(f"{v:.2f}" for v in c["intervals"].get(by, ())))
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", f"CPU time {record['cpu_seconds'] / 60:.1f} minutes."]
 
 
 def draw(records: dict[str, dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.2 * len(records), 4.6), layout="constrained")
-    for axis, record in zip(figure.subplots(1, len(records), squeeze=False)[0], records.values(), strict=True):
+    kinds = ("log_evidence", "log_evidence_conditional")
+    panels = [(record, by) for record in records.values() for by in kinds if by in measured(record["networks"])]
+    figure = Figure(figsize=(5.6 * len(panels), 4.6), layout="constrained")
+    for axis, (record, by) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for name, runs in record["networks"].items():
             color = "#D55E00" if name.startswith("CNN") else "#0072B2"
-            x, y = [r["log_evidence"] / record["images"] for r in runs], [r["nll"] for r in runs]
+            x, y = [r[by] / size(record, by) for r in runs], [r["nll"] for r in runs]
             axis.plot(x, y, "-", color=color, lw=0.8)
             axis.plot(x, y, ".", color=color, ms=4)
             axis.plot(statistics.fmean(x), statistics.fmean(y), "o", color=color)
-            place = (statistics.fmean(x), statistics.fmean(y))
-            axis.annotate(name, place, xytext=(5, 4), textcoords="offset points", fontsize=7)
-        axis.set(xlabel="log evidence a training image (nats)", ylabel="test NLL of the network (nats)")
-        value = record["spearman"]["all"]["nll"]["log_evidence"]
-        axis.set_title(f"{record['images']:,} training images: Spearman {value:.2f}", fontsize=10)
+            place, shift = (statistics.fmean(x), statistics.fmean(y)), PLACES[by].get(name, (5, 4))
+            side = "right" if shift[0] < 0 else "left"
+            axis.annotate(name, place, xytext=shift, textcoords="offset points", fontsize=7, ha=side)
+        title, label = f"{record['images']:,} training images", "log evidence a training image (nats)"
+        if by == "log_evidence_conditional":
+            title, label = f"{title}, given {FIRST:,} of them", "conditional evidence an added image (nats)"
+            low, high = axis.get_ylim()
+            axis.plot([-low, -high], [low, high], "--", color="0.6", lw=0.8, zorder=0, scaley=False)
+            axis.annotate("   NLL = −evidence", (-(low + high) / 2, (low + high) / 2), fontsize=7, color="0.4")
+        axis.set(xlabel=label, ylabel="test NLL of the network (nats)")
+        axis.set_title(f"{title}: Spearman {record['spearman']['all']['nll'][by]:.2f}", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURE, dpi=140, facecolor="white")
@@ -286,9 +320,15 @@ def run(count: int, seeds: list[int]) -> dict[str, Any]:
         for name, make in NETWORKS.items():
             models[name], notes[name] = fitted(make, train, EPOCHS[count], seed)
             value, seconds = float(models[name].log_evidence()) / count, notes[name]["cpu_seconds"]
+            if count == WHOLE:
+                first, more = fitted(make, (train[0][:FIRST], train[1][:FIRST]), FIRST_EPOCHS, seed)
+                terms = first.decompose()
+                more |= {key: float(getattr(terms, key)) for key in ("log_evidence", "fit", "quadratic", "occam")}
+                more |= {"effective_dimension": float(first.effective_dimension().sum())}
+                notes[name] |= {"first": more, "log_evidence_conditional": value * count - more["log_evidence"]}
             if count == EXACT:
-                more = excess(models[name])
-                notes[name] |= {"log_evidence_true": value * count + more.value, "excess_error": more.standard_error}
+                off = excess(models[name])
+                notes[name] |= {"log_evidence_true": value * count + off.value, "excess_error": off.standard_error}
             print(f"{count} {seed} {name:<20} log evidence {value:.4f} an image, {seconds:.0f} s", flush=True)
         comparison = lw.compare(models, DataLoader(TensorDataset(*test), 500))
         print(comparison, flush=True)
@@ -297,7 +337,7 @@ def run(count: int, seeds: list[int]) -> dict[str, Any]:
             each[name].append(losses)
             found[name].append({**row, "nll_laplace": row["nll"], **scores, **notes[name]})
     mlps = {name: runs for name, runs in found.items() if not name.startswith("CNN")}
-    ranks = {"all": correlations(found), "MLPs": correlations(mlps), "interval": interval(found, each)}
+    ranks = {"all": correlations(found), "MLPs": correlations(mlps), "intervals": intervals(found, each)}
     record = {"experiment": "architectures", "date": datetime.date.today().isoformat(), "images": count, "seeds": seeds}
     record |= {"epochs": EPOCHS[count], "machine": machine(), "versions": versions("torch", "lapwing")}
     return record | {"networks": found, "spearman": ranks, "cpu_seconds": time.process_time() - start}
