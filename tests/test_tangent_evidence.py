@@ -502,3 +502,29 @@ def test_the_mean_of_a_tuning_is_checked() -> None:
         la.tuned(mean="other")
     with pytest.raises(lw.errors.InvalidValue, match="belongs to the evidence at center='tangent'"):
         la.tuned(mean="tangent", center="map")
+
+
+@pytest.mark.filterwarnings("ignore:tuning stopped at a bound")
+@pytest.mark.parametrize("budget", [None, 2**16])
+def test_half_precision_settles_at_what_its_rounding_leaves(budget: int | None) -> None:
+    model, x, y = problem("layer", n=50)
+    half = copy.deepcopy(model).half()
+    exact = lw.laplace(model, (x, y), "gaussian", structure="kron").tuned()
+    rough = lw.laplace(half, (x.half(), y.half()), "gaussian", structure="kron", memory_budget=budget).tuned()
+    assert rough.tuning.converged
+    assert rough.tuning.residual < 0.2
+    close(rough.prior.precision.log(), exact.prior.precision.log(), 0.1)
+    close(rough.likelihood.noise.log(), exact.likelihood.noise.log(), 0.02)
+
+
+@pytest.mark.filterwarnings("ignore:tuning stopped at a bound")
+@pytest.mark.parametrize("structure", ["full", "block", "diag"])
+def test_a_precision_for_each_weight_is_tuned_at_the_tangent_center(structure: str) -> None:
+    model, x, y = problem("layer", n=50)
+    prior = lw.priors.Gaussian(1.0, per="weight")
+    tuned = lw.laplace(model, (x, y), "gaussian", structure=structure, prior=prior).tuned()
+    assert tuned.tuning.converged
+    gamma, v = tuned.effective_dimension(), tuned.tangent_map.vector
+    precision = tuned.prior.precision.reshape(-1)
+    free = (precision.log() - precision.log().max()).abs() > 1e-2  # those at their bound are no fixed points
+    close((precision * v.square())[free], gamma.reshape(-1)[free], 5e-3)

@@ -63,6 +63,7 @@ class Center:
 
     stretch: float = 1.0  # of Ĝ in P, by which it fits the curvature at v* rather than at the network's outputs
     space: Space | None = field(default=None, repr=False)  # to search again for other hyperparameters; not saved
+    rounding: float = 0.0  # what rounding of the outputs leaves of the residual
 
     def alone(self) -> Center:
         """Without what belongs to one reading of the data."""
@@ -386,7 +387,8 @@ def tangent_map(
         residual = float((g * ahead).sum().clamp(min=0).sqrt()) / objective.size(v)
         if not residual < float("inf"):
             raise NotConverged(f"the gradient of the tangent model became {residual}; check targets, weights and noise")
-        goal = max(tolerance, objective.rounding(v, z))
+        rounding = objective.rounding(v, z)
+        goal = max(tolerance, rounding)
         if residual <= goal or step == steps:
             break
         away = space.plus(ahead, jacobian.push(ahead)).lowest(objective, v, z, goal)
@@ -409,7 +411,7 @@ def tangent_map(
         )
     statistics = likelihood.statistics(z, jacobian.y)
     passes = jacobian.passes - made
-    return Center(v, statistics, step, residual, passes, z, pulled, objective.weights, stretch, space)
+    return Center(v, statistics, step, residual, passes, z, pulled, objective.weights, stretch, space, rounding)
 
 
 def stretched(structure: Any, stretch: float) -> Any:

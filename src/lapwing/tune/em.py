@@ -54,7 +54,7 @@ def _run(loop: _Loop, bounds: Box, tracker: Tracker | None, tolerance: float) ->
         center, precise = None, True
         if tracker is not None:
             center = tracker.center(*now, precision(gap, tolerance))
-            precise = center.residual <= max(tracker.tolerance, precision(0.0, tolerance))
+            precise = center.residual <= max(tracker.tolerance, precision(0.0, tolerance), center.rounding)
         wanted, gap = loop.look(bounds, values, center)
         near = max(tolerance, SHARE * _relative_error(loop, now))
         if gap <= near and precise:

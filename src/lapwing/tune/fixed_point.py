@@ -103,7 +103,7 @@ def precision(gap: float, tolerance: float) -> float:
 
 
 def _precise(center: Center | None, tolerance: float) -> bool:
-    return center is None or center.residual <= precision(0.0, tolerance)
+    return center is None or center.residual <= max(precision(0.0, tolerance), center.rounding)
 
 
 def _rounds(
@@ -122,7 +122,7 @@ def _rounds(
             believed = _agree(scatter(loop.state, loop.prior, guess), scatter(loop.state, loop.prior, center))
         target, gap = loop.look(bounds, values, center)
         trace.append(loop.value(values, center))
-        if center.residual <= tracker.tolerance:
+        if center.residual <= max(tracker.tolerance, center.rounding):
             ahead = loop.look(bounds, values, tracker.predicted(*now))[1]  # what is left of v* may be all of the gap
             if min(gap, ahead) <= tolerance:
                 return values, trace, True
