@@ -46,8 +46,9 @@ SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "
 SPLITS, MOST = 5, 1_000  # training examples of a large set; more are left out, drawn with the split as seed
 WIDTH, STEPS, BATCH, RATE = 50, 1_000, 100, 1e-2
 GRID = (0.01, 0.1, 1.0, 10.0, 100.0)
+CLASS_GRID = (1.0, 10.0, 100.0, 1e3, 1e4)  # confident classifiers ask for more
 HELD, FLOOR = 0.2, 0.5
-SEEDS = {"digits": 3, "fashion": 2}
+SEEDS = {"digits": 5, "fashion": 3}
 PARTS = ("regression", "noise", *SEEDS)
 RESULTS, PAGE = HERE / "results" / "uci_evidence.json", HERE.parent / "docs" / "evidence_on_data.md"
 MAIN = ("naive", "tangent", "layerwise", "g-prior")
@@ -198,7 +199,9 @@ def regression_run(name: str, split: int) -> dict[str, Any]:
                 out[f"{choice}, network's noise"] = {"ll": scored(again), **hyper(again)}
         if choice == "tangent" and found is not None:
             tangent = found
-            out["tangent, tangent mean"] = {"ll": scored(found, mean="tangent")}
+            loose, out["tangent, tangent mean"] = tuned(la, prior, mean="tangent")
+            if loose is not None:
+                out["tangent, tangent mean"]["ll"] = scored(loose, mean="tangent")
             turn = la.replace(likelihood=found.likelihood)
             held, out["layerwise, tangent's noise"] = tuned(turn, "layerwise", fixed=("noise",))
             if held is not None:
@@ -255,35 +258,41 @@ def floored(la: lw.Laplace, tangent: lw.Laplace) -> lw.Laplace:
 
 
 def noise_run(name: str, split: int) -> dict[str, Any]:
-    """The tangent choice under three noises, for predictions about the network's mean: the evidence's own, at h(·, v*);
-    that of the network's residuals; and the evidence's, but no less than the network's residuals are."""
+    """Choices under four noises, for predictions about the network's mean: the evidence's own, at h(·, v*); that of the
+    network's residuals; the first, lifted afterwards to no less than those residuals; held there while tuning."""
     train, test, unit = regression_data(name, split)
     net = trained(lambda: mlp(train[0].shape[1], 1), train, nn.functional.mse_loss, split)
     la, residual = lw.laplace(net, train, "gaussian"), residuals(net, train)
     out: dict[str, Any] = {"residual": residual, "test": residuals(net, test)}
-    for choice, prior, options in (("naive", 1.0, {"center": "map"}), ("tangent", 1.0, {}), ("g-prior", "gprior", {})):
-        found, out[choice] = tuned(la, prior, **options)
-        if found is None:
-            continue
-        own = float(found.likelihood.hyperparameters["noise"])
-        for label, noise in (
-            (choice, found.likelihood),
-            (f"{choice}, network's noise", network_noise(found, residual)),
-            (f"{choice}, noise at least the residuals'", lw.likelihoods.Gaussian(max(own, residual))),
-        ):
-            value = found.replace(likelihood=noise).predict(test[0]).log_prob(test[1]).mean()
-            out[label] = {**out.get(label, {}), "ll": float(value) - math.log(unit)}
+
+    def score(label: str, model: lw.Laplace) -> None:
+        value = float(model.predict(test[0]).log_prob(test[1]).mean()) - math.log(unit)
+        out[label] = {**out.get(label, {}), "ll": value}
+
+    naive, out["naive"] = tuned(la, 1.0, center="map")
+    if naive is not None:
+        score("naive", naive)
+    for choice, prior in (("tangent", 1.0), ("g-prior", "gprior")):
+        held, out[choice] = tuned(la, prior)
+        if held is not None:
+            score(choice, held)
+        found, out[f"{choice}, own noise"] = tuned(la, prior, mean="tangent")
+        if found is not None:
+            own = float(found.likelihood.hyperparameters["noise"])
+            score(f"{choice}, own noise", found)
+            score(f"{choice}, network's noise", found.replace(likelihood=network_noise(found, residual)))
+            score(f"{choice}, lifted", found.replace(likelihood=lw.likelihoods.Gaussian(max(own, residual))))
     return out
 
 
 def noise_table(sets: dict[str, list[dict[str, Any]]]) -> list[str]:
-    choices = ("naive", "tangent", "tangent, network's noise", "tangent, noise at least the residuals'")
-    choices = (*choices, "g-prior", "g-prior, noise at least the residuals'")
+    kinds = ("", ", own noise", ", network's noise", ", lifted")
+    choices = ("naive", *(f"tangent{kind}" for kind in kinds), "g-prior", "g-prior, own noise")
     every = [r for runs in sets.values() for r in runs]
-    lines = [row(["set", "residual", "tangent's noise", *choices]), "|---" + "|--:" * (len(choices) + 2) + "|"]
+    lines = [row(["set", "residual", "tangent's own noise", *choices]), "|---" + "|--:" * (len(choices) + 2) + "|"]
     for name, runs in sets.items():
         residual = statistics.fmean(r["residual"] for r in runs)
-        noise = statistics.fmean(r["tangent"]["noise"] for r in runs if "noise" in r["tangent"])
+        noise = statistics.fmean(r["tangent, own noise"]["noise"] for r in runs if "noise" in r["tangent, own noise"])
         lines.append(row([name, f"{residual:.4f}", f"{noise:.4f}", *(cell(runs, c, "ll") for c in choices)]))
     wins = ["" if c == "naive" else f"{against(every, c, 'naive', 'll')[0]}/{len(every)}" for c in choices]
     return [*lines, row(["better than naive", "", "", *wins])]
@@ -357,8 +366,8 @@ def class_run(load: Callable[[int], tuple[Data, Data, Callable[[], nn.Sequential
             out[choice] |= scored(found, test)
     part, held_out = split_off(train, seed)
     grid = lw.laplace(trained(make, part, nn.functional.cross_entropy, seed), part, "categorical")
-    value = {p: scored(grid.replace(prior=p), held_out)["nll"] for p in GRID}
-    best = min(GRID, key=lambda p: value[p])
+    value = {p: scored(grid.replace(prior=p), held_out)["nll"] for p in CLASS_GRID}
+    best = min(CLASS_GRID, key=lambda p: value[p])
     out["grid"] = {"precision": [best], **scored(la.replace(prior=best), test)}
     return out | {"about": about(la, fit, out["plug-in"]["nll"])}
 
@@ -499,9 +508,12 @@ def main() -> None:
     for part in args.only:
         if part in ("regression", "noise"):
             one = {"regression": regression_run, "noise": noise_run}[part]
+            first = {"regression": 0, "noise": SPLITS}[part]  # the noise was studied on splits 0 to 4; 5 to 9 are fresh
             for name in args.sets:
+                if part == "noise" and name == "protein":  # which has five splits only
+                    continue
                 start = time.process_time()
-                runs = [one(name, split) for split in range(SPLITS)]
+                runs = [one(name, split) for split in range(first, first + SPLITS)]
                 found = record.get(part, {}) | {name: runs}
                 record[part] = {s: found[s] for s in SETS if s in found}
                 taken[f"{part}: {name}"] = time.process_time() - start
