@@ -28,7 +28,7 @@ from lapwing import data as loading
 from lapwing.curvature import BUDGET, State
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.cover import cover
-from lapwing.curvature.products import output_curvature
+from lapwing.curvature.products import curvature_trace, output_curvature
 from lapwing.curvature.rows import RowMaker
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.likelihoods import Gaussian, Likelihood
@@ -423,7 +423,7 @@ def _stretch(likelihood: Likelihood, z: Tensor, f: Tensor) -> float:
     """tr Λ(z) / tr Λ(f), summed over data: Ĝ was taken at f, where a confident network has next to no curvature."""
     if isinstance(likelihood, Gaussian):
         return 1.0
-    here, there = (float(likelihood.hessian_root(outputs).square().sum()) for outputs in (z, f))
+    here, there = (curvature_trace(likelihood, outputs) for outputs in (z, f))
     return min(max(here / there, 1e-6), 1e6) if there > 0 else 1.0
 
 

@@ -128,7 +128,12 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
     """Σ_h w_h of what was summed for one part, as an operator."""
 
     def stored(key: str) -> Tensor:
-        return state.sums[f"{part.name}/{key}"].to(weights)
+        """Cast once: every evaluation of the evidence asks for it."""
+        name = f"{part.name}/{key}"
+        kept = state.cache.get(name)
+        if kept is None or kept.dtype != weights.dtype or kept.device != weights.device:
+            kept = state.cache[name] = state.sums[name].to(weights)
+        return kept
 
     if part.kind == "kron":
         b = stored("B")

@@ -106,6 +106,18 @@ def _(likelihood: Categorical, f: Tensor, v: Tensor) -> Tensor:
 
 
 @functools.singledispatch
+def curvature_trace(likelihood: Likelihood, f: Tensor) -> float:
+    """Σ tr S Sᵀ over outputs f (m, c), at unit scale."""
+    return float(likelihood.hessian_root(f).square().sum())
+
+
+@curvature_trace.register
+def _(likelihood: Categorical, f: Tensor) -> float:
+    p = torch.softmax(f, -1)
+    return float((p * (1 - p)).sum())
+
+
+@functools.singledispatch
 def colored(likelihood: Likelihood, f: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """S e for k standard normal e, which has the covariance Λ at unit scale: (k, m, c)."""
     root = likelihood.hessian_root(f)
