@@ -34,7 +34,7 @@ def network(alone: bool) -> Checkpointed:
 
 def figures(la: lw.Laplace, x: Tensor) -> dict[str, Any]:
     u, v = torch.ones(len(x), 2, dtype=torch.float64), la.tangent.params
-    pushed, pulled = la.tangent.through(x, la.tangent.theta, lambda jv: jv)
+    pushed, pulled = la.tangent.through(x, la.tangent.theta, lambda _, jv: jv)
     return {
         "covariance": la.predict(x).covariance,
         "vjp": la.tangent.layout.flatten(la.tangent.vjp(x, u)),

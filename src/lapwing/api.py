@@ -105,6 +105,16 @@ def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, stru
     return Factor(factor) if isinstance(factor, str) else factor
 
 
+def as_tangent(model: Any, batches: Any, subset: Any, forward: Any) -> TangentModel:
+    """The network linearized over a subset of its weights, traced with the first batch."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    example = next(iter(passes(batches, device)))[0]
+    if forward is None and isinstance(example, Tensor):
+        example = example[:FEW]  # enough to trace
+    return linearize(model, subset, forward=forward, example=example)
+
+
 def as_budget(memory_budget: int | None) -> int:
     if memory_budget is None:
         return BUDGET
@@ -520,15 +530,7 @@ def laplace(
     budget = as_budget(memory_budget)
     likelihood = as_likelihood(likelihood)
     batches = as_batches(data)
-    device = (
-        next((p.device for p in model.parameters()), torch.device("cpu"))
-        if isinstance(model, nn.Module)
-        else torch.device("cpu")
-    )
-    example = next(iter(passes(batches, device)))[0]
-    if forward is None and isinstance(example, Tensor):
-        example = example[:FEW]  # enough to trace
-    tangent = linearize(model, subset, forward=forward, example=example)
+    tangent = as_tangent(model, batches, subset, forward)
     bound = as_prior(prior, tangent.layout, tangent.device)
     seen = probe(tangent, batches)
     chosen = as_structure(structure, seen, budget)

@@ -17,7 +17,7 @@ about ½‖g‖²_{P⁻¹} nats is left, or more where P overstates the curvatur
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.cover import cover
 from lapwing.curvature.products import curvature_trace, output_curvature
 from lapwing.curvature.rows import RowMaker
+from lapwing.curvature.state import differing
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal, linalg
@@ -38,14 +39,13 @@ from lapwing.tangent import TangentModel
 
 EXACT = 1e-10  # tolerance with the rows of J in memory
 STREAMED = 2.5e-4  # with J by passes
-STEPS = 500
+STEPS = 500  # at the most
 PATIENCE, SIDE = 20, 4_000  # steps after which P becomes the Hessian, of at most so many rows or columns
 NEWTON = 50  # steps of Newton's method in the space of known directions
 DEPENDENT = 1e-13  # share of the largest eigenvalue below which directions count as dependent
 KEPT, ROOM = 64, 2**29  # directions, at most, and the bytes that they may take (but two are always kept)
 ROUNDING = 30  # of an output, in units of its last place
 ROWS = 2**28  # bytes of rows, for one output, up to which they are kept
-SAME = 1e-4  # how far sums over the same data may be apart, relative
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,23 +105,6 @@ class Jacobian:
         if self.rows is not None:
             return u.reshape(-1) @ self.rows
         return torch.stack([self._pull(x, u[index], shape) for x, index, shape in self._each()]).sum(0)
-
-    def through(self, v: Tensor, middle: Callable[[Tensor, slice], Tensor]) -> tuple[Tensor, Tensor]:
-        """J v and Jᵀ middle(J v), by one pass."""
-        if self.rows is not None:
-            jv = self.push(v)
-            return jv, self.pull(middle(jv, slice(None)))
-        pushed: list[Tensor] = []
-        pulled = torch.zeros_like(v)
-        for x, index, shape in self._each():
-
-            def cotangent(jv: Tensor, index: slice = index, shape: torch.Size = shape) -> Tensor:
-                return middle(jv.reshape(-1, shape[-1]).to(torch.float64), index).reshape(shape)
-
-            jv, back = self.tangent.through(x, v, cotangent)
-            pushed.append(jv.reshape(-1, shape[-1]).to(torch.float64))
-            pulled += back.to(torch.float64)
-        return torch.cat(pushed), pulled
 
     def column_squares(self, probes: int = 4) -> Tensor:
         """diag JᵀJ, (p,): exactly from rows, else an estimate with random signs, E(Jᵀε)² = diag JᵀJ."""
@@ -200,26 +183,13 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
 
 def _check_same(state: State, likelihood: Likelihood, jacobian: Jacobian) -> None:
     n = sum(shape[0] for shape in jacobian.shapes)
-    found = likelihood.statistics(jacobian.f, jacobian.y)
-    apart = [
-        key
-        for key, value in state.statistics.items()
-        if not torch.allclose(found[key], value, rtol=SAME, atol=SAME * _reach(key, state.statistics))
-    ]
+    apart = differing(likelihood.statistics(jacobian.f, jacobian.y), state.statistics)
     if n != state.n or apart:
-        what = f"{n} examples, not {state.n}" if n != state.n else f"another {apart[0]} of the network's outputs"
+        what = f"{n} examples, not {state.n}" if n != state.n else f"another {apart} of the network's outputs"
         raise InvalidValue(
             f"these are not the data of the fit: they have {what}. Give the same data, without augmentation, or use "
             "center='map', which reads none"
         )
-
-
-def _reach(key: str, statistics: dict[str, Tensor]) -> float:
-    """What the rounding of a sum is relative to: its size, or √(N Σy²) where terms of both signs cancel, as those of
-    standardized targets do."""
-    cancels = key == "sum" and {"count", "square"} <= statistics.keys()
-    size = (statistics["count"] * statistics["square"]).sqrt() if cancels else statistics[key].abs()
-    return float(size.max())
 
 
 def _units(f: Tensor) -> Tensor:
@@ -258,17 +228,9 @@ class Objective:
         fit = self.likelihood.log_prob(z, self.jacobian.y).sum()
         return float(fit - 0.5 * (self.a * (v - self.m).square()).sum())
 
-    def hessian(self, z: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        """J d and (Σ J_nᵀ Λ(z_n) J_n + A) d."""
-
-        def middle(jd: Tensor, index: slice) -> Tensor:
-            return output_curvature(self.likelihood, z[index], jd.unsqueeze(0))[0]
-
-        jd, pulled = self.jacobian.through(d, middle)
-        return jd, pulled + self.a * d
-
     @property
     def affordable(self) -> bool:
+        """Whether the Hessian can be had, and factorized."""
         rows = self.jacobian.rows
         return rows is not None and min(rows.shape) <= SIDE
 

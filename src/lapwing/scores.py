@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lapwing import data as loading
 from lapwing import tree
-from lapwing.api import FEW, as_budget, as_likelihood
+from lapwing.api import as_budget, as_likelihood, as_tangent
 from lapwing.curvature.cover import cover
 from lapwing.curvature.products import gauss_newton
 from lapwing.curvature.rows import RowMaker
@@ -30,7 +30,7 @@ from lapwing.predictive.pushforward import runs
 from lapwing.solvers.lanczos import krylov
 from lapwing.solvers.product import steady
 from lapwing.solvers.sketch import Hartley
-from lapwing.tangent import TangentModel, linearize
+from lapwing.tangent import TangentModel
 
 KINDS = ("trace", "logdet")
 
@@ -108,11 +108,7 @@ def sketched_lanczos(
     if rank < 1:
         raise InvalidValue(f"rank must be at least 1, got {rank}")
     budget, likelihood, batches = as_budget(memory_budget), as_likelihood(likelihood), loading.as_batches(data)
-    device = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
-    example = next(iter(loading.passes(batches, device or torch.device("cpu"))))[0]
-    if forward is None and isinstance(example, Tensor):
-        example = example[:FEW]
-    tangent = linearize(model, subset, forward=forward, example=example)
+    tangent = as_tangent(model, batches, subset, forward)
     likelihood, p = likelihood.to(tangent.device), tangent.layout.size
     if not sketch > rank:
         raise InvalidValue(f"a sketch of {sketch} numbers cannot hold {rank} directions; give more than the rank")

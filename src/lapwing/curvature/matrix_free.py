@@ -25,7 +25,7 @@ from lapwing.curvature.layered import Diagonal, Kronecker
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.parts import Part
 from lapwing.curvature.products import carry, colored, pieces, unit_curvature
-from lapwing.curvature.state import State
+from lapwing.curvature.state import State, differing
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
@@ -33,7 +33,6 @@ from lapwing.operators import Plan, Streamed
 from lapwing.operators.streamed import Product
 from lapwing.tangent import TangentModel
 
-SAME = 1e-4  # how far sums over the same data may be apart, relative
 FINE, COARSE, STOCHASTIC = 1e-6, 1e-3, 2e-2  # tolerances: of a float64 network, of a coarser one, and of SGD
 
 
@@ -211,20 +210,13 @@ class _Watch:
         elif root.targets is not None and self.targets != root.targets:
             found = "other targets"
         else:
-            apart = [k for k, v in root.statistics.items() if not _close(self.statistics, root.statistics, k, v)]
-            found = f"another {apart[0]} of the network's outputs" if apart else ""
+            apart = differing(self.statistics, root.statistics)
+            found = f"another {apart} of the network's outputs" if apart else ""
         if found:
             raise InvalidValue(
                 f"matrix-free needs the same data each pass: pass {root.passes} had {found}; give a loader without "
                 "augmentation, dropped batches or sampling with replacement (shuffling does no harm)"
             )
-
-
-def _close(found: dict[str, Tensor], fitted: dict[str, Tensor], key: str, value: Tensor) -> bool:
-    """Whether a sum is the fit's but for rounding; one whose terms cancel has that of √(N Σy²)."""
-    cancels = key == "sum" and {"count", "square"} <= fitted.keys()
-    reach = (fitted["count"] * fitted["square"]).sqrt() if cancels else value.abs()
-    return torch.allclose(found[key], value, rtol=SAME, atol=SAME * float(reach.max()))
 
 
 # -- the structure -----------------------------------------------------------------------------------------------

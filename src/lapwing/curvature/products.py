@@ -53,7 +53,7 @@ def carry(tangent: TangentModel, x: Any, v: Tensor, middle: Callable[[Tensor, Te
         return middle(flat, jv.reshape(len(jv), *flat.shape).to(flat)).reshape(jv.shape)
 
     if len(v) == 1:  # forward mode beside the graph of the reverse pass: one run for both
-        total[0].add_(tangent.through_at(x, v[0], lambda f, jv: between(f, jv.unsqueeze(0))[0])[1])
+        total[0].add_(tangent.through(x, v[0], lambda f, jv: between(f, jv.unsqueeze(0))[0])[1])
         return
     size = at_once(tangent)
     for some, into in zip(v.split(size), total.split(size), strict=True):

@@ -22,6 +22,8 @@ from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 
+SAME = 1e-4  # how far sums over the same data may be apart, relative
+
 
 @dataclass(frozen=True, eq=False)
 class State:
@@ -85,3 +87,16 @@ class State:
         data = ", holds its data" if self.holds_data else ""
         what = f"{self.structure}, factor={self.factor}, n={self.n}, p={self.layout.size}"
         return f"State({what}, {size / 1e6:.3g} MB{data})"
+
+
+def differing(found: dict[str, Tensor], fitted: dict[str, Tensor]) -> str:
+    """The first of the fit's statistics that another pass over its data should have given and did not, or "".
+
+    Rounding is relative to a sum's size, or to √(N Σy²) where terms of both signs cancel, as those of standardized
+    targets do."""
+    for key, value in fitted.items():
+        cancels = key == "sum" and {"count", "square"} <= fitted.keys()
+        size = (fitted["count"] * fitted["square"]).sqrt() if cancels else value.abs()
+        if not torch.allclose(found[key], value, rtol=SAME, atol=SAME * float(size.max())):
+            return key
+    return ""

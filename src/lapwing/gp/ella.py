@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lapwing import data as loading
 from lapwing import tree
-from lapwing.api import FEW, as_budget, as_likelihood, as_prior
+from lapwing.api import as_budget, as_likelihood, as_prior, as_tangent
 from lapwing.curvature import Factor, Part, Probe, State, accumulate, probe
 from lapwing.curvature.accumulate import Accumulator
 from lapwing.curvature.rows import StreamedRows
@@ -33,7 +33,7 @@ from lapwing.operators import Diagonal, RootPlusDiagonal, linalg
 from lapwing.predictive import Prediction
 from lapwing.predictive.sampled import pushed
 from lapwing.priors import Gaussian
-from lapwing.tangent import TangentModel, linearize
+from lapwing.tangent import TangentModel
 
 TOGETHER = 32  # anchors whose rows are made at once
 LEAST = 1e-12  # of the largest eigenvalue, a dimension, below which one is rounding
@@ -62,10 +62,7 @@ def ella(
     if anchors < 1 or rank < 1:
         raise InvalidValue(f"ella needs at least 1 anchor and a rank of at least 1, got {anchors} and {rank}")
     budget, likelihood, batches = as_budget(memory_budget), as_likelihood(likelihood), loading.as_batches(data)
-    example = next(iter(loading.passes(batches, _device(model))))[0]
-    if forward is None and isinstance(example, Tensor):
-        example = example[:FEW]
-    tangent = linearize(model, subset, forward=forward, example=example)
+    tangent = as_tangent(model, batches, subset, forward)
     bound = as_prior(prior, tangent.layout, tangent.device)
     if hasattr(bound, "at"):
         raise Unsupported("ella's prior cannot look at the curvature; use a precision or 'layerwise', not 'gprior'")
@@ -199,11 +196,6 @@ class FeatureSum:
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         return {"gram": self.gram}, ()
-
-
-def _device(model: Any) -> torch.device:
-    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
-    return next((p.device for p in parameters), torch.device("cpu"))
 
 
 def _anchors(

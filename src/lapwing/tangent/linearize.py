@@ -347,14 +347,9 @@ class TangentModel:
             return self.backward(leaves, lambda: torch.cat([pull(one, False) for one in u]))
 
     @torch.inference_mode(False)
-    def through(self, x: Any, v: Tensor, middle: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """J(x) v (n, ..., c) and Σ_n J(x_n)ᵀ u_n (p,) for u = middle(J v), v (p,), by one run of the network: forward
-        mode beside the graph of the reverse pass; by a run each where a kernel has no forward mode."""
-        return self.through_at(x, v, lambda _, jv: middle(jv))
-
-    @torch.inference_mode(False)
-    def through_at(self, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The same for u = middle(f, J v), which sees the outputs of that run."""
+    def through(self, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """J(x) v (n, ..., c) and Σ_n J(x_n)ᵀ u_n (p,) for u = middle(f, J v), v (p,), by one run of the network:
+        forward mode beside the graph of the reverse pass; by a run each where a kernel has no forward mode."""
         if self.route.get("through", "one") == "one":
             try:
                 return self._through(x, v, middle)

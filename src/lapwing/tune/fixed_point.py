@@ -134,7 +134,7 @@ def _rounds(
 
 
 def _agree(guess: Tensor, found: Tensor) -> bool:
-    """Whether ‖v*‖² was predicted within a factor, for the larger groups: else the next step does without."""
+    """Whether ‖v*‖² was predicted within a factor, in every group: else the next step does without."""
     tiny = torch.finfo(torch.float64).tiny
     return bool(((guess.clamp(min=tiny) / found.clamp(min=tiny)).log().abs() < BELIEF).all())
 

@@ -27,8 +27,9 @@ from lapwing.tune.modes import normalized_by
 
 NATS = 1.0  # below the tangent MAP at which the trained weights are said to be no mode
 AT_ONCE = 8  # steps towards v* by passes before the hyperparameters are looked at again: they may still be far off
-HELD = 1e-6  # tolerance of v* where the rows of J are in memory, and where they are not: a hundredth of a posterior
-STREAMED = 1e-2  # standard deviation for each direction that the data determine, which moved log λ by less than .01
+# Tolerances of v*: where the rows of J are in memory; and by passes, where a hundredth of a posterior standard
+# deviation for each direction that the data determine is enough (more moved log λ by less than .01 on a CNN).
+HELD, STREAMED = 1e-6, 1e-2
 
 
 @dataclass(eq=False)
