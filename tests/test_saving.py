@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing import io
+from lapwing import files
 
 
 def draw(*shape: int) -> Tensor:
@@ -270,7 +270,7 @@ def test_a_failure_halfway_leaves_the_old_file_and_no_other(
     if failing == "rename":
         monkeypatch.setattr(os, "replace", refuse)
     else:
-        monkeypatch.setattr(io, "save_file", half)
+        monkeypatch.setattr(files, "save_file", half)
     with pytest.raises((OSError, KeyboardInterrupt)):
         la.replace(prior=9.0).save(path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing import curvature, io, likelihoods, priors, tree, tune
+from lapwing import curvature, files, io, likelihoods, priors, tree, tune
 from lapwing.center import Center, Jacobian, read, tangent_map
 from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, Factor, Probe, State, accumulate, probe
@@ -48,6 +48,7 @@ LIKELIHOODS = {
     "gaussian": likelihoods.Gaussian,
     "categorical": likelihoods.Categorical,
     "bernoulli": likelihoods.Bernoulli,
+    "heteroscedastic": likelihoods.HeteroscedasticGaussian,
 }
 
 
@@ -400,7 +401,7 @@ class Laplace:
             "forward_hook": self.tangent.custom_forward,
             "temperature": self.temperature,
         }
-        io.write(path, tensors | more | found, header | objects | center | extra)
+        files.write(path, tensors | more | found, header | objects | center | extra)
 
     # -- in a terminal --------------------------------------------------------------------------------------------
 
@@ -574,7 +575,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None,
     A fit with a forward hook needs the same hook again: functions are not saved. Nor are data: what reads them again
     (another prior under matrix_free, a tangent center, a certificate) needs data=, those of the fit.
     """
-    tensors, header = io.read(path)
+    tensors, header = files.read(path, io.SCHEMA)
     if header["forward_hook"] and forward is None:
         raise InvalidValue(f"{path} was fitted with a forward= hook, which is not saved; pass it to load again")
     shapes = header["parameters"]
@@ -623,10 +624,10 @@ def _finite(state: State) -> State:
 def _served(state: State, likelihood: likelihoods.Likelihood) -> likelihoods.Likelihood:
     """The likelihood, if the curvature in the state can serve it: the same kind, and no finer in its noise."""
     weights = len(likelihood.curvature_weights(state.factor.kind))
-    if likelihood.name != state.likelihood or weights not in (1, state.weights):
+    if likelihood.kind != state.likelihood or weights not in (1, state.weights):
         raise InvalidValue(
             f"the curvature was accumulated for {state.likelihood} with {state.weights} weights; "
-            f"it cannot serve {likelihood.name} with {weights}: fit again"
+            f"it cannot serve {likelihood.kind} with {weights}: fit again"
         )
     return likelihood
 

@@ -1,77 +1,28 @@
-"""Saving and loading: one safetensors file, tensors plus a JSON header. No pickle anywhere.
+"""Saving and loading: what goes into a file, as tensors and a JSON header (`files.py` writes and reads it).
 
 The header holds the schema, likelihood, prior, structure, names and shapes of the parameters, N, and a fingerprint
-of every weight and buffer. A file is written under another name and renamed, so that it is whole or not there.
-A dual state keeps its inputs, so its file holds data; the header says so.
+of every weight and buffer. A dual state keeps its inputs, so its file holds data; the header says so.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import uuid
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lapwing import curvature, likelihoods, priors
 from lapwing.center import Center
 from lapwing.curvature import Factor, Part, State
 from lapwing.errors import InvalidValue
+from lapwing.files import pack_tree, unpack_tree
 from lapwing.operators import Samples, Streamed
 from lapwing.solvers.estimate import mean_of
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 
 SCHEMA = 1
-
-
-def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Write atomically: to a temporary file beside the target, then rename."""
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise InvalidValue(f"cannot save to {target}: the folder {target.parent} does not exist")
-    if target.is_dir():
-        raise InvalidValue(f"cannot save to {target}: it is a folder; give the name of a file")
-    name = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        name.touch(exist_ok=False)
-        mode = name.stat().st_mode  # the user's own; safetensors writes files that only their owner may read
-        plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-        save_file(plain, name, metadata={"lapwing": json.dumps(header)})
-        name.chmod(mode)
-        with open(name, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException:
-        name.unlink(missing_ok=True)
-        raise
-
-
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if not Path(path).is_file():
-        raise InvalidValue(f"there is no file {path}")
-    try:
-        with safe_open(str(path), "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-    except SafetensorError as error:
-        raise InvalidValue(f"{path} is not a whole safetensors file ({error}); save it again") from error
-    if "lapwing" not in metadata:
-        raise InvalidValue(f"{path} is a safetensors file, but not one that Lapwing saved")
-    try:
-        header = json.loads(metadata["lapwing"])
-        schema = header["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidValue(f"{path} has a header that cannot be read ({error}); save it again") from error
-    if schema != SCHEMA:
-        raise InvalidValue(f"{path} has schema {schema}; this version of Lapwing reads schema {SCHEMA}")
-    return tensors, header
 
 
 # -- states ------------------------------------------------------------------------------------------------------
@@ -85,7 +36,7 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     inputs = []
     for i, (x, u) in enumerate(state.batches):
         tensors[f"batch.{i}.cotangents"] = u
-        inputs.append(_pack_tree(x, f"batch.{i}.inputs", tensors))
+        inputs.append(pack_tree(x, f"batch.{i}.inputs", tensors))
     header = {
         "structure": {"kind": type(state.structure).__name__, **_fields(state.structure)},
         "factor": {"kind": state.factor.kind, "samples": state.factor.samples},
@@ -123,7 +74,7 @@ def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: Ta
         sums=part["sums"],
         basis=part["basis"],
         batches=tuple(
-            (_unpack_tree(spec, tensors, device), tensors[f"batch.{i}.cotangents"].to(device))
+            (unpack_tree(spec, tensors, device), tensors[f"batch.{i}.cotangents"].to(device))
             for i, spec in enumerate(header["inputs"])
         ),
         parts=tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in header["parts"]),
@@ -152,34 +103,6 @@ def check_weights(
 
 def _fields(structure: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(structure).items() if isinstance(v, (str, int, float, bool))}
-
-
-def _pack_tree(x: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(x, Tensor):
-        tensors[prefix] = x
-        return {"tensor": prefix}
-    if isinstance(x, (list, tuple)):
-        return {type(x).__name__: [_pack_tree(v, f"{prefix}.{i}", tensors) for i, v in enumerate(x)]}
-    if isinstance(x, dict):
-        return {"dict": {k: _pack_tree(v, f"{prefix}.{k}", tensors) for k, v in x.items()}}
-    if x is None or isinstance(x, (bool, int, float, str)):
-        return {"value": x}
-    raise InvalidValue(
-        f"a dual state keeps its inputs, and {type(x).__name__} cannot be written to safetensors; give inputs as "
-        "tensors, lists, tuples or dicts, or fit with lw.curvature.Full(form='primal')"
-    )
-
-
-def _unpack_tree(spec: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Any:
-    ((kind, value),) = spec.items()
-    if kind == "tensor":
-        return tensors[value].to(device)
-    if kind == "dict":
-        return {k: _unpack_tree(v, tensors, device) for k, v in value.items()}
-    if kind in ("list", "tuple"):
-        parts = [_unpack_tree(v, tensors, device) for v in value]
-        return tuple(parts) if kind == "tuple" else parts
-    return value
 
 
 # -- the tangent center ------------------------------------------------------------------------------------------
