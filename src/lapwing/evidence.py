@@ -55,14 +55,15 @@ def decompose(state: State, prior: Any, likelihood: Any, center: Center | None =
     fit − quadratic, and the Occam term does not depend on it (Eq. 21)."""
     fit = likelihood.log_likelihood(state.statistics if center is None else center.statistics)
     quadratic = 0.5 * (prior.precision.reshape(-1) * scatter(state, prior, center)).sum()
-    occam = 0.5 * log_det_ratio(state, prior, likelihood)
+    a = prior.operator()
+    precision = linalg.shift(curvature(state, likelihood), a)
+    occam = 0.5 * (linalg.logdet(precision) - a.logdet())
     found = fit - quadratic - occam
-    return Evidence(found, fit, quadratic, occam, bound(state), _estimate(state, prior, likelihood, found))
+    return Evidence(found, fit, quadratic, occam, bound(state), _estimate(precision, found))
 
 
-def _estimate(state: State, prior: Any, likelihood: Any, found: Tensor) -> Estimate | None:
+def _estimate(precision: Any, found: Tensor) -> Estimate | None:
     """log Z by each probe of log|G + A|, where that was estimated."""
-    precision = linalg.shift(curvature(state, likelihood), prior.operator())
     if not isinstance(precision, Streamed):
         return None
     probes = precision.log_determinant.samples

@@ -7,6 +7,7 @@ At the tangent center v* is solved for again at each evaluation; its derivative 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lapwing.curvature import State
 from lapwing.errors import NotConverged
-from lapwing.evidence import log_evidence
+from lapwing.evidence import effective_dimension, log_evidence
 from lapwing.tune.bounds import Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
 
@@ -28,9 +29,12 @@ def evidence(
     """The prior and likelihood that the evidence picks, at the trained weights or at the v* of a tracker, and how it
     went."""
     bounds = box(state, prior, likelihood, fixed)
-    bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)
+    bounds = (
+        _bisected(bounds, state, prior, likelihood) if tracker is None else tracker.started(bounds, prior, likelihood)
+    )
     u = {key: _to_free(value, bounds, key).requires_grad_() for key, value in bounds.start.items()}
     trace: list[float] = []
+    scale = TOLERANCE * (state.layout.size + state.n)
 
     def objective() -> Tensor:
         return _log_evidence(state, *at_values(prior, likelihood, _to_log(u, bounds)), tracker)
@@ -38,7 +42,7 @@ def evidence(
     optimizer = torch.optim.LBFGS(
         list(u.values()),
         max_iter=STEPS,
-        tolerance_grad=1e-9,
+        tolerance_grad=1e-2 * scale,
         tolerance_change=1e-13,
         line_search_fn="strong_wolfe",
     )
@@ -59,7 +63,6 @@ def evidence(
     final = {key: value.detach() for key, value in _to_log(u, bounds).items()}
     slope = _slope(state, prior, likelihood, final, tracker)
     at_bound = bounds.at_bound(final)
-    scale = TOLERANCE * (state.layout.size + state.n)
     converged = bool(at_bound or bounds.at_floor(final)) or max(float(s.abs().max()) for s in slope.values()) <= max(
         1e-3, scale
     )
@@ -72,6 +75,18 @@ def evidence(
         new_likelihood,
         report if tracker is None else tracker.report(report, new_prior, new_likelihood, bounds.at_floor(final)),
     )
+
+
+def _bisected(bounds: Box, state: State, prior: Any, likelihood: Any) -> Box:
+    """From λ₀ = P/‖θ‖² to the middle, in logarithms, of γ(λ₀)/‖θ‖² and λ₀. γ falls as λ grows, so that for one group
+    the λ = γ(λ)/‖θ‖² where the evidence is highest lies between them."""
+    if "precision" not in bounds.start:
+        return bounds
+    first = bounds.start["precision"]
+    gamma = effective_dimension(state, *at_values(prior, likelihood, bounds.start))
+    share = (gamma / prior.counts()).clamp(torch.finfo(torch.float64).tiny, 1)
+    start = (first + share.log() / 2).clamp(bounds.low["precision"] + 1, bounds.high["precision"] - 1)
+    return replace(bounds, start={**bounds.start, "precision": start})
 
 
 def _log_evidence(state: State, prior: Any, likelihood: Any, tracker: Tracker | None) -> Tensor:
