@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lapwing import curvature, files, io, likelihoods, priors, tree, tune
@@ -22,13 +23,15 @@ from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, Factor, Probe, State, accumulate, probe
 from lapwing.curvature.factor import KINDS
 from lapwing.curvature.matrix_free import source
-from lapwing.data import Joined, as_batches, dropped, inputs_of, passes
+from lapwing.data import Joined, as_batches, dropped, first_inputs, inputs_of, ranks_of
+from lapwing.distributed import ALONE, Ranks, Shard
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
 from lapwing.operators import Samples, Streamed
 from lapwing.posterior import Gaussian, condition, placed
 from lapwing.predictive import Prediction, predict
 from lapwing.tangent import TangentModel, linearize
+from lapwing.tangent.linearize import unwrapped
 from lapwing.tree import Layout
 from lapwing.tune import Tuning
 
@@ -110,10 +113,31 @@ def as_tangent(model: Any, batches: Any, subset: Any, forward: Any) -> TangentMo
     """The network linearized over a subset of its weights, traced with the first batch."""
     parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
     device = next((p.device for p in parameters), torch.device("cpu"))
-    example = next(iter(passes(batches, device)))[0]
+    example = first_inputs(batches, device)
     if forward is None and isinstance(example, Tensor):
         example = example[:FEW]  # enough to trace
-    return linearize(model, subset, forward=forward, example=example)
+    with ranks_of(batches).told("linearizing the network"):
+        return linearize(model, subset, forward=forward, example=example)
+
+
+def as_ranks(process_group: Any) -> Ranks:
+    """The processes of a torch.distributed group; "world" is all of them."""
+    if process_group is None:
+        return ALONE
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidValue(f"process_group={process_group!r} needs torch.distributed.init_process_group() first")
+    group = dist.group.WORLD if isinstance(process_group, str) and process_group == "world" else process_group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise InvalidValue(
+            f"process_group must be None, 'world' or a torch.distributed group that this process is in; got {group!r}"
+        )
+    return Ranks(group)
+
+
+def as_shard(data: Any, ranks: Ranks) -> Any:
+    """Batches, of which each rank has a shard where there are several."""
+    batches = as_batches(data, sharded=True)
+    return batches if ranks.alone or isinstance(batches, Shard) else Shard(batches, ranks)
 
 
 def as_budget(memory_budget: int | None) -> int:
@@ -281,18 +305,18 @@ class Laplace:
         Without a generator, the draws of a Monte-Carlo factor start from the number of examples seen so far, so that
         those of one update are not those of the next."""
         generator = generator or torch.Generator().manual_seed(self.state.n)
-        structure, factor = self.state.structure, self.state.factor
+        structure, factor, added = self.state.structure, self.state.factor, as_shard(more_data, ranks_of(self.data))
         more = accumulate(
             structure,
             self.tangent,
             self.likelihood,
-            more_data,
+            added,
             factor,
             generator=generator,
             progress=progress,
             basis=self.state if self.state.basis else None,
         )
-        data = None if self.data is None else Joined((self.data, as_batches(more_data)))
+        data = None if self.data is None else Joined((self.data, added))
         state = self.state + _finite(more)
         return replace(self, state=state, prior=placed(self.prior, state), tuning=None, data=data, at=None)
 
@@ -433,14 +457,15 @@ class Laplace:
             raise InvalidValue(
                 f"{what} reads the training data again, which a file or state does not hold; pass data={otherwise}"
             )
-        return self.data if data is None else as_batches(data)
+        return self.data if data is None else as_shard(data, ranks_of(self.data))
 
     def _validated(self, data: Any, fixed: tuple[str, ...]) -> Laplace:
         """Tuned on held-out data; v* is not looked at, and solved for again when it is needed."""
         if data is None:
             raise InvalidValue("method='validation' needs held-out data, other than the fit's: pass data=")
+        batches = as_shard(data, ranks_of(self.data))
         found = tune.validation(
-            self.state, self.prior, self.likelihood, as_batches(data), fixed, self.temperature, self.memory_budget
+            self.state, self.prior, self.likelihood, batches, fixed, self.temperature, self.memory_budget
         )
         return replace(self, prior=found[0], likelihood=found[1], temperature=found[2], tuning=found[3], at=None)
 
@@ -473,7 +498,8 @@ class Laplace:
 
     def _attached(self, data: Any) -> Laplace:
         """With these as the data of the fit."""
-        return replace(self, data=as_batches(data), state=_sourced(self.state, self.likelihood, data))
+        batches = as_shard(data, ranks_of(self.data))
+        return replace(self, data=batches, state=_sourced(self.state, self.likelihood, batches))
 
     def _prior(self, prior: Any) -> priors.Gaussian:
         if prior is None:
@@ -519,6 +545,9 @@ def laplace(
     memory_budget: int | None = None,
     generator: torch.Generator | None = None,
     progress: bool = False,
+    process_group: Any = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int | None = None,
 ) -> Laplace:
     """Turn a trained network into a Bayesian one, by one pass over its training data.
 
@@ -527,12 +556,21 @@ def laplace(
     subset: "all", "last_layer", globs, {name: mask} or one bool vector.
     prior: a precision, "layerwise", "gprior", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
     "empirical", "hessian" or an object. memory_budget: bytes of working memory (1 GiB).
+    process_group: "world" or a torch.distributed group, each process of which calls this with its own shard of the data
+    (see docs/scaling.md); the result is the same on all, and so must be every call of its methods.
+    checkpoint: a file that is written after every `every` batches (100); a fit that finds it there goes on from it to the
+    same bits, and refuses that of another fit; it is removed when the fit is done (see docs/continual.md).
     """
-    budget = as_budget(memory_budget)
-    likelihood = as_likelihood(likelihood)
-    batches = as_batches(data)
+    ranks = as_ranks(process_group)
+    with ranks.told("reading the arguments"):
+        budget, likelihood, batches = as_budget(memory_budget), as_likelihood(likelihood), as_shard(data, ranks)
     tangent = as_tangent(model, batches, subset, forward)
-    bound = as_prior(prior, tangent.layout, tangent.device)
+    with ranks.told("reading the prior"):
+        bound = as_prior(prior, tangent.layout, tangent.device)
+    ranks.agree(
+        _facts(tangent, likelihood, bound, structure, factor, budget, generator),
+        "Give every rank the same network (load one file, or broadcast the weights) and the same arguments",
+    )
     seen = probe(tangent, batches)
     chosen = as_structure(structure, seen, budget)
     likelihood = likelihood.to(tangent.device)
@@ -545,10 +583,13 @@ def laplace(
         generator=generator,
         progress=progress,
         seen=seen,
+        checkpoint=checkpoint,
+        every=every,
     )
-    if state.n != seen.n - dropped(batches):
+    expected = seen.n - ranks_of(batches).count(dropped(batches), "dropped examples")
+    if state.n != expected:
         raise InvalidValue(
-            f"the data gave {seen.n - dropped(batches)} examples in one pass and {state.n} in another; curvature and "
+            f"the data gave {expected} examples in one pass and {state.n} in another; curvature and "
             "evidence are sums over data: give a loader that holds the same examples in every pass"
         )
     return replace(_assemble(state, bound, likelihood, budget), data=batches)
@@ -603,12 +644,40 @@ def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Like
     return Laplace(state, placed(prior, state), likelihood, memory_budget=budget, frozen=frozen)
 
 
+def _facts(
+    tangent: TangentModel,
+    likelihood: likelihoods.Likelihood,
+    prior: Any,
+    structure: Any,
+    factor: Any,
+    budget: int,
+    generator: torch.Generator | None,
+) -> dict[str, str]:
+    """What must be the same on every rank, in words; weights by their hashes."""
+    facts, selected = {}, tangent.layout.shapes
+    for i, (name, p) in enumerate(tangent.model.named_parameters()):
+        how = "" if name in selected else ", frozen"
+        facts[f"parameter {i}"] = f"{name} of shape {tuple(p.shape)}, {p.dtype}{how}"
+    masks = tree.fingerprints(tangent.layout.masks)
+    facts |= {f"weights of {name}": value for name, value in tangent.fingerprints().items()}
+    facts |= {f"a mask of {name}": value for name, value in masks.items()}
+    facts["likelihood"] = likelihood.kind
+    facts |= {f"likelihood's {key}": str(value.tolist()) for key, value in likelihood.hyperparameters.items()}
+    facts["prior"] = f"{type(prior).__name__} per {prior.per}"
+    values = {"precision": prior.precision, "mean": prior.mean_vector()}
+    facts |= {f"prior's {key}": value for key, value in tree.fingerprints(values).items()}
+    for what, thing in (("structure", structure), ("factor", factor), ("memory_budget", budget)):
+        facts[what] = repr(thing) if type(thing).__repr__ is not object.__repr__ else type(thing).__name__
+    facts |= tree.fingerprints({} if generator is None else {"generator": generator.get_state()})
+    return facts
+
+
 def _sourced(state: State, likelihood: likelihoods.Likelihood, data: Any) -> State:
     """A streamed state with these as its data; others as they are."""
     if not isinstance(state.structure, curvature.MatrixFree):
         return state
     budget = state.structure.memory_budget
-    return replace(state, source=source(state, likelihood, state.weights, as_batches(data), budget))
+    return replace(state, source=source(state, likelihood, state.weights, data, budget))
 
 
 def _finite(state: State) -> State:
@@ -638,7 +707,7 @@ def _selected(
     """What was selected as {name: mask}, once the model is seen to have each parameter in its shape."""
     if not isinstance(model, nn.Module):
         raise InvalidValue(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    named = dict(getattr(model, "_orig_mod", model).named_parameters())  # what torch.compile wraps
+    named = dict(unwrapped(model).named_parameters())
     for name, shape in shapes.items():
         if name not in named:
             raise InvalidValue(f"{where} was saved from another architecture: the model has no parameter {name}")

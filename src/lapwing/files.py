@@ -90,9 +90,11 @@ def read(
 def pack_tree(x: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     """What of a tree goes into the header; its tensors go into `tensors`, under names that begin with the prefix."""
     if isinstance(x, Tensor):
+        while prefix in tensors:  # {"a": {"b": x}, "a.b": y}
+            prefix += "_"
         tensors[prefix] = x
         return {"tensor": prefix}
-    if isinstance(x, (list, tuple)):
+    if type(x) in (list, tuple):
         return {type(x).__name__: [pack_tree(v, f"{prefix}.{i}", tensors) for i, v in enumerate(x)]}
     if isinstance(x, dict):
         return {"dict": {k: pack_tree(v, f"{prefix}.{k}", tensors) for k, v in x.items()}}

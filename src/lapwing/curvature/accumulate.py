@@ -5,22 +5,25 @@ A structure gives an *accumulator*, mutable only inside this loop:
     forward(x) -> f              run the network on a batch
     observe(x, y, f, u, column)  add Σ_n J_nᵀ u_n u_nᵀ J_n for cotangents u (n, K, ..., c)
     finish() -> (sums, batches)  what the State keeps
+    mutable                      the names of its attributes that change, for checkpoints (checkpoint.py)
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from lapwing import data as loading
 from lapwing import tree
+from lapwing.curvature.checkpoint import Checkpoint, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.parts import Part
-from lapwing.curvature.state import State
+from lapwing.curvature.state import State, merged
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
@@ -71,14 +74,33 @@ class Probe:
 @torch.inference_mode(False)
 def probe(tangent: TangentModel, batches: Iterable[Any]) -> Probe:
     """Look at the first batch, and count the examples (by a pass, where the data cannot tell)."""
-    first = next(iter(loading.passes(batches, tangent.device)))[0]
+    ranks, first = loading.ranks_of(batches), loading.first_inputs(batches, tangent.device)
     if tangent.separable(first):
         first = tree.rows_of(first, slice(0, FEW))
     f = tangent(first)
-    n = loading.examples(batches)
-    if n is None:
-        n = sum(len(y) for _, y in loading.passes(batches, tangent.device, label="counting"))
+    with ranks.told("counting the examples"):
+        n = loading.examples(batches)
+        if n is None:
+            n = sum(len(y) for _, y in loading.passes(batches, tangent.device, label="counting"))
+    n = ranks.count(n, "the number of examples")
     return Probe(n, f[0, ..., 0].numel(), f.shape[-1], tangent.layout.size, first)
+
+
+@dataclass
+class Running:
+    """What a pass has so far."""
+
+    mutable: ClassVar[tuple[str, ...]] = ("accumulator", "n", "targets", "statistics")
+    accumulator: Any
+    n: int = 0
+    targets: int = 0
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+    def count(self, y: Tensor, statistics: dict[str, Tensor]) -> None:
+        self.n += len(y)
+        self.targets = (self.targets + tree.digest(y)) % 2**64
+        for key, value in statistics.items():
+            self.statistics[key] = self.statistics[key] + value if key in self.statistics else value
 
 
 @torch.inference_mode(False)
@@ -93,69 +115,110 @@ def accumulate(
     progress: bool = False,
     seen: Probe | None = None,
     basis: State | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    every: int | None = None,
 ) -> State:
     """Accumulate the curvature of a network over data in one pass, or in two where the structure says so.
 
     basis: for a structure of two passes, a state whose basis to use in place of a first pass: states add only in a
-    shared one."""
+    shared one. checkpoint: a file that is written after every `every` batches (100), taken up where it is there, and
+    removed in the end."""
     factor = Factor(factor) if isinstance(factor, str) else factor
     generator = generator or torch.Generator().manual_seed(0)
-    batches = loading.as_batches(data)
+    batches = loading.as_batches(data, sharded=True)
+    ranks = loading.ranks_of(batches)
     weights = likelihood.curvature_weights(factor.kind)
     seen = seen or probe(tangent, batches)
     structure = structure.resolved(seen, factor)
     first = getattr(structure, "first", None)
     if first is None and basis is not None:
         raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
+    place = as_checkpoint(checkpoint, every)
     if hasattr(structure, "streamed"):  # it keeps a reference to the data, and no sums of its own
-        return structure.streamed(tangent, likelihood, batches, generator=generator, progress=progress, seen=seen)
+        return structure.streamed(
+            tangent, likelihood, batches, generator=generator, progress=progress, seen=seen, checkpoint=place
+        )
+    journal = None
+    if place is not None:
+        facts = identity(tangent, likelihood, factor, seen, generator, basis)
+        journal = place.opened(_pass_names(structure, basis), facts, tangent(seen.inputs), ranks)
     if first is not None:
+        if basis is None and journal is not None:
+            empty = State(structure, factor, likelihood.kind, len(weights), tangent, {}, 0, {}, {})
+            basis = journal.basis(empty, ranks)
         if basis is None:
             basis = accumulate(
-                first, tangent, likelihood, batches, factor, generator=generator, progress=progress, seen=seen
+                first,
+                tangent,
+                likelihood,
+                batches,
+                factor,
+                generator=generator,
+                progress=progress,
+                seen=seen,
+                checkpoint=None if place is None else place.within(),
             )
         accumulator = structure.start(tangent, likelihood, factor, seen, basis)
+        if not ranks.agrees(accumulator.basis):  # one rank's eigenvectors need not be another's
+            basis = replace(basis, structure=structure, basis=ranks.lead(accumulator.basis))
+            accumulator = structure.start(tangent, likelihood, factor, seen, basis)
         del basis  # its memory, before the second pass
     else:
         accumulator = structure.start(tangent, likelihood, factor, seen)
-    n, targets_seen, statistics = 0, 0, {}  # type: ignore[var-annotated]
+    own = ranks.own(generator)
     each = 4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs  # bytes of u, an example
     size = max(1, getattr(structure, "memory_budget", BUDGET) // 4 // each)
-    for x, y in _pieces(tangent, loading.passes(batches, tangent.device, progress, str(structure)), size):
-        loading.check_finite(x, "the inputs")
-        f = accumulator.forward(x)
-        _check_outputs(f, y)
-        flat, targets = flat_outputs(f), flat_targets(f, y)
-        likelihood.validate(flat, targets)
-        for key, value in likelihood.statistics(flat, targets).items():
-            statistics[key] = statistics[key] + value if key in statistics else value
-        S = (
-            flat.new_zeros(len(flat), 1, 1)
-            if factor.kind == "hessian"
-            else output_factor(factor, likelihood, flat, targets, generator)
-        )
-        u, column = cotangents(factor, S, len(f))
-        accumulator.observe(x, y, f, u.reshape(*u.shape[:2], *f.shape[1:]) if factor.kind != "hessian" else u, column)
-        n += len(f)
-        targets_seen = (targets_seen + tree.digest(y)) % 2**64
-    sums, kept = accumulator.finish()
+    with ranks.told(f"the pass of {structure}"):
+        running, label = Running(accumulator), str(structure)
+        if journal is not None:
+            journal.resume(running, own, tangent.device)
+            label += journal.label
+        stream: Iterable[Any] = loading.passes(batches, tangent.device, progress, label)
+        if journal is not None:
+            stream = journal.through(stream, running, own)
+        for x, y in _pieces(tangent, stream, size):
+            loading.check_finite(x, "the inputs")
+            f = accumulator.forward(x)
+            _check_outputs(f, y)
+            flat, targets = flat_outputs(f), flat_targets(f, y)
+            likelihood.validate(flat, targets)
+            running.count(y, likelihood.statistics(flat, targets))
+            S = (
+                flat.new_zeros(len(flat), 1, 1)
+                if factor.kind == "hessian"
+                else output_factor(factor, likelihood, flat, targets, own)
+            )
+            u, column = cotangents(factor, S, len(f))
+            u = u.reshape(*u.shape[:2], *f.shape[1:]) if factor.kind != "hessian" else u
+            accumulator.observe(x, y, f, u, column)
+        sums, kept = accumulator.finish()
     parts = getattr(accumulator, "parts", ())
-    return State(
+    state = State(
         structure=structure,
         factor=factor,
-        likelihood=likelihood.name,
+        likelihood=likelihood.kind,
         weights=len(weights),
         tangent=tangent,
         fingerprints=tangent.fingerprints(),
-        n=n,
-        statistics=statistics,
+        n=running.n,
+        statistics=running.statistics,
         sums=sums,
         basis=getattr(accumulator, "basis", {}),
         batches=kept,
         parts=parts,
         coverage=structure.coverage(parts, tangent),
-        targets=targets_seen,
+        targets=running.targets,
     )
+    state = merged(state, ranks)
+    if journal is not None:
+        journal.done()
+    return state
+
+
+def _pass_names(structure: Any, basis: State | None) -> list[str]:
+    """The structures of this pass and, without a basis, of those before it."""
+    first = getattr(structure, "first", None) if basis is None else None
+    return [repr(structure), *(_pass_names(first, None) if first is not None else [])]
 
 
 def _pieces(tangent: TangentModel, batches: Iterable[Any], size: int) -> Iterator[tuple[Any, Any]]:
@@ -175,10 +238,10 @@ def flat_outputs(f: Tensor) -> Tensor:
 
 
 def flat_targets(f: Tensor, y: Tensor) -> Tensor:
-    """Targets with their positions flattened like the outputs'; shapes that do not fit are left for validate."""
-    if y.shape == f.shape:
-        return y.reshape(-1, f.shape[-1])
-    return y.reshape(-1) if y.shape == f.shape[:-1] else y
+    """Targets (n, ..., t) or (n, ...) with their positions flattened like the outputs'; shapes that do not fit are left
+    for validate."""
+    q = f.ndim - 1
+    return y.reshape(-1, *y.shape[q:]) if y.shape[:q] == f.shape[:q] else y
 
 
 def _check_outputs(f: Tensor, y: Any) -> None:

@@ -108,6 +108,8 @@ def _operator(part: Part, state: State, weights: Tensor) -> Any:
 class SecondMoments:
     """v (h, b, o, i) of one part, one sum a curvature weight, at unit scale."""
 
+    mutable = ("total",)
+
     def __init__(self, part: Part, weights: int, ua: Tensor | None, ub: Tensor, dtype: torch.dtype) -> None:
         self.ua, self.ub = None if ua is None else ua.to(dtype), ub.to(dtype)
         self.total = torch.zeros(weights, *part.shape, dtype=torch.float64, device=ub.device)

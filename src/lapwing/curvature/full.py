@@ -110,6 +110,8 @@ class GramSum:
     The rows of one layer without shared positions (a last layer) are outer products g ⊗ a, and never made: with
     Λ_n = Σ_k g gᵀ the block of outputs (o, q) is Σ_n Λ_n[o, q] a aᵀ, a K-th of the multiplications."""
 
+    mutable = "gram", "held", "outer"
+
     def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], groups: int, budget: int) -> None:
         p = tangent.layout.size
         self.maker, self.groups, self.budget = RowMaker(tangent, parts), groups, budget
@@ -163,6 +165,8 @@ class GramSum:
 
 class DualRows:
     """Keeps inputs and cotangents; the rows are made when the operator asks."""
+
+    mutable = ("batches",)
 
     def __init__(self, tangent: TangentModel) -> None:
         self.tangent = tangent

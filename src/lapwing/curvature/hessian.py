@@ -21,6 +21,8 @@ CHUNK = 256  # columns of the Hessian made at a time
 
 
 class HessianSum:
+    mutable = ("gram",)
+
     def __init__(self, tangent: TangentModel, likelihood: Likelihood, groups: int) -> None:
         p = tangent.layout.size
         self.tangent, self.likelihood, self.groups = tangent, likelihood, groups
@@ -30,7 +32,7 @@ class HessianSum:
         return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
-        targets = y.reshape(-1, f.shape[-1]) if y.shape == f.shape else y.reshape(-1)
+        targets = self.likelihood.rows(y, f[..., 0].numel())
         for g in range(self.groups):
 
             def loss(theta: Tensor, g: int = g) -> Tensor:

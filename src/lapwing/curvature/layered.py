@@ -155,6 +155,8 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
 class LayeredSum:
     """One capture a batch; each part's sum takes what it needs of it."""
 
+    mutable = ("sums",)
+
     def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], weights: int, structure: Layered) -> None:
         self.tangent, self.parts, self.weights = tangent, parts, weights
         self.budget = structure.memory_budget

@@ -115,6 +115,8 @@ class SketchSum:
     """Y (h, k, p) and tr G (h, parameters), one each a curvature weight, in float64; products in the network's dtype,
     float32 or better."""
 
+    mutable = "sketch", "trace", "each"
+
     def __init__(
         self,
         tangent: TangentModel,

@@ -20,13 +20,15 @@ from torch import Tensor
 from lapwing import data as loading
 from lapwing import tree
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe, accumulate, flat_outputs
+from lapwing.curvature.checkpoint import Checkpoint
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Diagonal, Kronecker
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.parts import Part
 from lapwing.curvature.products import carry, colored, pieces, unit_curvature
 from lapwing.curvature.state import State, differing
-from lapwing.errors import InvalidValue
+from lapwing.distributed import Ranks
+from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import Plan, Streamed
@@ -58,6 +60,10 @@ class DataRoot:
         return self.tangent.layout.size
 
     @property
+    def ranks(self) -> Ranks:
+        return loading.ranks_of(self.data)
+
+    @property
     def passes(self) -> int:
         return self.counter["passes"]
 
@@ -82,13 +88,16 @@ class DataRoot:
     @torch.no_grad()
     def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_h w_h G_h v (k, p), and vᵀG_h v (k, h)."""
+        v = self.ranks.same(v, "vectors of a product")
         total = torch.zeros(v.shape, dtype=torch.float64, device=self.tangent.device)
         squares = total.new_zeros(len(v), self.weights)
         watch = _Watch(self)
-        for x, y in self._each():
-            for piece, targets in pieces(self.tangent, x, y, len(v)):
-                self._add(piece, targets, v, weights, total, squares, watch)
+        with self.ranks.told("a product"):
+            for x, y in self._each():
+                for piece, targets in pieces(self.tangent, x, y, len(v)):
+                    self._add(piece, targets, v, weights, total, squares, watch)
         watch.check()
+        total, squares = self.ranks.total([total, squares], "a product")
         return total, squares
 
     def _add(
@@ -122,6 +131,8 @@ class DataRoot:
 
     def minibatches(self, weights: Tensor) -> Iterator[Product]:
         """(N/n) Σ_h w_h G_h v of one batch after the other, pass after pass."""
+        if not self.ranks.alone:
+            raise Unsupported("solver='sgd' runs in one process; over a process group use solver='cg'")
         while True:
             watch = _Watch(self)
             for x, y in self._each():
@@ -142,21 +153,22 @@ class DataRoot:
     def noise(self, k: int, generator: torch.Generator) -> Tensor:
         """Σ_n J_nᵀ S_n e_n for standard normal e, by weight: (h, k, p)."""
         total = torch.zeros(self.weights, k, self.size, dtype=torch.float64, device=self.tangent.device)
-        watch = _Watch(self)
-        for x, y in self._each():
-            f = self.tangent(x)
-            flat = flat_outputs(f)
-            watch.see(flat, y)
-            if self.weights == 1:
-                u = [colored(self.likelihood, flat, k, generator)]
-            else:
-                root = self.likelihood.hessian_root(flat)
-                e = torch.randn((k, *root[:, 0].shape), generator=generator, dtype=root.dtype, device=generator.device)
-                u = [root[..., h] * e[..., h : h + 1].to(root) for h in range(self.weights)]
-            for into, one in zip(total, u, strict=True):
-                into += self.tangent.vjps(x, one.reshape(k, *f.shape))
+        watch, own = _Watch(self), self.ranks.own(generator)
+        with self.ranks.told("the noise of the data"):
+            for x, y in self._each():
+                f = self.tangent(x)
+                flat = flat_outputs(f)
+                watch.see(flat, y)
+                if self.weights == 1:
+                    u = [colored(self.likelihood, flat, k, own)]
+                else:
+                    root = self.likelihood.hessian_root(flat)
+                    e = torch.randn((k, *root[:, 0].shape), generator=own, dtype=root.dtype, device=own.device)
+                    u = [root[..., h] * e[..., h : h + 1].to(root) for h in range(self.weights)]
+                for into, one in zip(total, u, strict=True):
+                    into += self.tangent.vjps(x, one.reshape(k, *f.shape))
         watch.check()
-        return total
+        return self.ranks.total([total], "the noise of the data")[0]
 
     def diagonal(self) -> Tensor:
         """diag G_h exactly, by a pass with as many cotangents as there are outputs, (h, p)."""
@@ -198,19 +210,23 @@ class _Watch:
             )
         self.n += len(y)
         self.targets = (self.targets + tree.digest(y)) % 2**64
-        rows = y.reshape(f.shape) if y.numel() == f.numel() else y.reshape(-1)
-        for key, value in root.likelihood.statistics(f, rows).items():
+        for key, value in root.likelihood.statistics(f, root.likelihood.rows(y, len(f))).items():
             self.statistics[key] = self.statistics[key] + value if key in self.statistics else value
 
     def check(self) -> None:
-        root = self.root
+        root, ranks = self.root, self.root.ranks
+        n, targets, statistics = self.n, self.targets, self.statistics
+        if not ranks.alone:
+            mine = {key: statistics.get(key, torch.zeros_like(value)) for key, value in root.statistics.items()}
+            statistics = ranks.totals(mine, "statistics of a pass")
+            n, targets = (ranks.count(one, "counts of a pass") for one in (n, targets))
         found = ""
-        if self.n != root.n:
-            found = f"{self.n} examples, not {root.n}"
-        elif root.targets is not None and self.targets != root.targets:
+        if n != root.n:
+            found = f"{n} examples, not {root.n}"
+        elif root.targets is not None and targets != root.targets:
             found = "other targets"
         else:
-            apart = differing(self.statistics, root.statistics)
+            apart = differing(statistics, root.statistics)
             found = f"another {apart} of the network's outputs" if apart else ""
         if found:
             raise InvalidValue(
@@ -243,6 +259,8 @@ class Nothing:
 
 
 class _Outputs:
+    mutable = ()
+
     def __init__(self, tangent: TangentModel) -> None:
         self.forward = tangent
 
@@ -310,6 +328,7 @@ class MatrixFree:
         generator: torch.Generator,
         progress: bool,
         seen: Probe,
+        checkpoint: Checkpoint | None,
     ) -> State:
         """The state: that of the preconditioner, by one pass, and where the data are."""
         seed = self.seed if self.seed >= 0 else int(torch.randint(2**31, (), generator=generator))
@@ -323,6 +342,7 @@ class MatrixFree:
             generator=generator,
             progress=progress,
             seen=seen,
+            checkpoint=checkpoint,
         )
         return replace(
             state,

@@ -26,6 +26,8 @@ def by_weight(g: Tensor, weights: int) -> list[Tensor]:
 
 
 class KroneckerSum:
+    mutable = "a", "b", "count"
+
     def __init__(self, part: Part, weights: int, device: torch.device, dtype: torch.dtype, sharing: str) -> None:
         b, o, _ = part.shape
         self.weights, self.sharing, self.shape = weights, sharing, part.shape
@@ -65,6 +67,8 @@ def _add_outputs(total: Tensor, g: Tensor) -> None:
 
 
 class DenseSum:
+    mutable = ("gram",)
+
     def __init__(self, part: Part, weights: int, device: torch.device) -> None:
         self.weights, self.size = weights, part.size
         self.gram = torch.zeros(weights, part.size, part.size, dtype=torch.float64, device=device)
@@ -90,6 +94,8 @@ class DenseSum:
 
 
 class DiagonalSum:
+    mutable = ("total",)
+
     def __init__(self, part: Part, weights: int, device: torch.device) -> None:
         self.weights, self.size = weights, part.size
         self.total = torch.zeros(weights, part.size, dtype=torch.float64, device=device)

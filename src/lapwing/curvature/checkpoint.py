@@ -1,0 +1,266 @@
+"""Checkpoints: a pass over data that was stopped at any batch goes on to the same state, bit by bit.
+
+The file holds all that changes in the loop: the accumulator's sums and the rows that it has gathered, the statistics,
+the state of the generator, the basis of a second pass, and a digest of every batch so far. On a resume those batches
+are loaded again and held to their digests, which takes no run of the network. A checkpoint of another fit is refused.
+
+An object names its attributes that change as `mutable`: tensors, numbers, lists, tuples and dicts of them, and objects
+that have `mutable` too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing import files, tree
+from lapwing.curvature.factor import Factor
+from lapwing.curvature.parts import Part
+from lapwing.curvature.state import SAME, State
+from lapwing.distributed import Ranks
+from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.likelihoods import Likelihood
+from lapwing.tangent import TangentModel
+
+SCHEMA = 1
+EVERY = 100  # batches
+ANEW = "delete it to begin anew, or give another path"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a fit is kept while it runs, and after how many batches each; the file goes when the fit is done."""
+
+    path: Path
+    every: int = EVERY
+    last: bool = True  # no pass comes after: the fit is done
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise InvalidValue(f"every is a number of batches, at least 1; got {self.every!r}")
+
+    def within(self) -> Checkpoint:
+        """For a pass that another follows."""
+        return replace(self, last=False)
+
+    def opened(self, structures: list[str], identity: dict[str, Any], outputs: Tensor, ranks: Ranks) -> Journal:
+        """The journal of the pass of structures[0]; the others are those of the passes before it. What is in the file
+        is taken up if it is of this pass, left for later if it is of one before, and refused if it is of another fit.
+        Each rank has a file of its own."""
+        path = self.path if ranks.alone else self.path.with_name(f"{self.path.name}.rank{ranks.rank}")
+        identity = {**identity, "the number of ranks": ranks.size}
+        journal = Journal(replace(self, path=path), structures[0], identity, outputs.detach())
+        with ranks.told(f"opening the checkpoint {self.path}"):
+            files.check_target(path)
+            files.remove_unfinished(path)
+            if path.exists():
+                journal.read(structures)
+        return journal
+
+
+def as_checkpoint(path: str | os.PathLike[str] | Checkpoint | None, every: int | None) -> Checkpoint | None:
+    if path is None:
+        if every is not None:
+            raise InvalidValue(f"every={every} says how often to write a checkpoint; give checkpoint=, where to")
+        return None
+    return path if isinstance(path, Checkpoint) else Checkpoint(Path(path), EVERY if every is None else every)
+
+
+@dataclass
+class Journal:
+    """One pass with its checkpoint. It begins anew if there is none (no header)."""
+
+    place: Checkpoint
+    structure: str
+    identity: dict[str, Any]  # of the fit, in words; each must be the same
+    outputs: Tensor = field(repr=False)  # of the network at the first of the data; the same to rounding
+    marks: list[list[int]] = field(default_factory=list)  # the digest and the number of examples of each batch
+    tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    header: dict[str, Any] | None = None
+
+    def read(self, structures: list[str]) -> None:
+        tensors, header = files.read(self.place.path, SCHEMA, files.CHECKPOINT, ANEW)
+        self.check(tensors, header, structures)
+        if header["structure"] == self.structure:
+            self.tensors, self.header = {k: v.clone() for k, v in tensors.items()}, header  # out of the mapped file
+            self.marks = tensors["marks"].tolist()
+
+    def done(self) -> None:
+        if self.place.last:
+            self.place.path.unlink(missing_ok=True)
+
+    def check(self, tensors: dict[str, Tensor], header: dict[str, Any], structures: list[str]) -> None:
+        """Refuse the checkpoint of another fit."""
+        where = f"{self.place.path} is a checkpoint of another fit"
+        if header["structure"] not in structures:
+            raise InvalidValue(f"{where}: its structure is {header['structure']}, not {self.structure}; {ANEW}")
+        theirs = header["identity"]
+        for what in {**self.identity, **theirs}:
+            if theirs.get(what) != self.identity.get(what):
+                now = f"it had {theirs.get(what)}, this one {self.identity.get(what)}"
+                raise InvalidValue(f"{where}: {what} differs ({now}); give the same, or {ANEW}")
+        if not torch.allclose(tensors["outputs"].to(self.outputs), self.outputs, rtol=SAME, atol=SAME):
+            raise InvalidValue(
+                f"{where}: the network gives other outputs at the same weights; give the same forward= and code, "
+                f"or {ANEW}"
+            )
+        if header["machine"] != machine():
+            warnings.warn(
+                f"{self.place.path} was written with {header['machine']} and this is {machine()}: sums are the same to "
+                "rounding, but not to the last bit",
+                LapwingWarning,
+                stacklevel=5,
+            )
+
+    @property
+    def label(self) -> str:
+        """To add to that of the progress bar."""
+        return f", resumed at batch {len(self.marks)}" if self.header else ""
+
+    def basis(self, empty: State, ranks: Ranks) -> State | None:
+        """The empty state in the basis of this pass, if the pass had begun, on this rank or on another."""
+        found = None
+        if self.header is not None:
+            tensors = {k.removeprefix("basis."): v for k, v in self.tensors.items() if k.startswith("basis.")}
+            found = tensors, self.header["parts"]
+        found = ranks.first(found, "the basis in the checkpoint")
+        if found is None:
+            return None
+        tensors = {key: value.to(empty.tangent.device) for key, value in found[0].items()}
+        parts = tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in found[1])
+        return replace(empty, basis=tensors, parts=parts)
+
+    def resume(self, running: Any, generator: torch.Generator, device: torch.device) -> None:
+        """Put back what the pass had, if it had begun."""
+        if not hasattr(running.accumulator, "mutable"):
+            raise InvalidValue(
+                f"{self.structure} has no checkpoints: its {type(running.accumulator).__name__} does not name its "
+                "`mutable` attributes; leave checkpoint= away, or name them"
+            )
+        if self.header is not None:
+            put_back(running, files.unpack_tree(self.header["run"], self.tensors, device))
+            generator.set_state(self.tensors["generator"])
+            self.tensors = {}
+
+    def through(self, batches: Iterable[Any], running: Any, generator: torch.Generator) -> Iterator[tuple[Any, Any]]:
+        """The batches that are left, after those that were seen; a checkpoint is written after every few, once the one
+        that was handed out is done with."""
+        before, position = len(self.marks), 0
+        for position, (x, y) in enumerate(batches, 1):
+            mark = [digest((x, y)), len(y) if isinstance(y, Tensor) else 0]
+            if position <= before:
+                self._compare(position, mark)
+                continue
+            yield x, y
+            self.marks.append(mark)
+            if position % self.place.every == 0:
+                self.write(running, generator)
+        if position < before:
+            raise InvalidValue(f"{self._had} {before} batches, and the data hold {position}; {self._do}")
+
+    def _compare(self, position: int, mark: list[int]) -> None:
+        seen = self.marks[position - 1]
+        if mark == seen:
+            return
+        found = "others than" if mark[1] == seen[1] else f"{mark[1]} examples, not"
+        raise InvalidValue(
+            f"{self._had} other data: batch {position} now holds {found} the {seen[1]} of then; {self._do}"
+        )
+
+    @property
+    def _had(self) -> str:
+        return f"the fit in {self.place.path} has seen"
+
+    @property
+    def _do(self) -> str:
+        return f"give the same data in the same batches and order (shuffle=False, or the same seed), or {ANEW}"
+
+    def write(self, running: Any, generator: torch.Generator) -> None:
+        accumulator, tensors = running.accumulator, {}  # type: ignore[var-annotated]
+        run = files.pack_tree(held(running), "run", tensors)
+        tensors |= {f"basis.{k}": v for k, v in getattr(accumulator, "basis", {}).items()}
+        tensors |= {"marks": torch.tensor(self.marks), "generator": generator.get_state(), "outputs": self.outputs}
+        header = {
+            "schema": SCHEMA,
+            "structure": self.structure,
+            "identity": self.identity,
+            "machine": machine(),
+            "parts": [asdict(part) for part in getattr(accumulator, "parts", ())],
+            "run": run,
+        }
+        files.write(self.place.path, tensors, header, files.CHECKPOINT)
+
+
+def identity(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    factor: Factor,
+    seen: Any,
+    generator: torch.Generator,
+    basis: State | None,
+) -> dict[str, Any]:
+    """What a fit is of, in words; bits follow from it, the structure and the data."""
+    hyperparameters = {name: value.tolist() for name, value in likelihood.hyperparameters.items()}
+    given = {} if basis is None else basis.basis or basis.sums
+    return {
+        "the version of torch": torch.__version__,
+        "the device": tangent.device.type,
+        "the output factor": repr(factor),
+        "the likelihood": f"{likelihood.kind}{hyperparameters or ''}",
+        "the set of parameters": {n: list(s) for n, s in tangent.layout.shapes.items()},
+        "the masks of parameters": tree.fingerprints(tangent.layout.masks),
+        "the use of a forward= hook": tangent.custom_forward,
+        **{f"the value of {name}": mark for name, mark in tangent.fingerprints().items()},
+        "the number of examples": seen.n,
+        "the first of the data": digest(seen.inputs),
+        "the state of the generator at the start": tree.fingerprints({"": generator.get_state()})[""],
+        "the basis given": tree.fingerprints(given),
+    }
+
+
+def machine() -> str:
+    """What bits may depend on though the sums do not."""
+    return f"{torch.get_num_threads()} threads on {torch.backends.cpu.get_cpu_capability()}"
+
+
+def held(thing: Any) -> Any:
+    """What changes of an object, as a tree."""
+    if hasattr(thing, "mutable"):
+        return {name: held(getattr(thing, name)) for name in thing.mutable}
+    if isinstance(thing, dict):
+        return {key: held(value) for key, value in thing.items()}
+    return thing
+
+
+def put_back(thing: Any, kept: dict[str, Any]) -> None:
+    """The inverse of `held`."""
+    for name in thing.mutable:
+        now = getattr(thing, name)
+        if hasattr(now, "mutable"):
+            put_back(now, kept[name])
+        elif isinstance(now, dict) and any(hasattr(value, "mutable") for value in now.values()):
+            for key, value in now.items():
+                put_back(value, kept[name][key])
+        else:
+            setattr(thing, name, kept[name])
+
+
+def digest(batch: Any) -> int:
+    """Of the bits of a batch: its tensors, numbers and strings; of other objects their class alone."""
+    words: list[str] = []
+    for leaf in tree.leaves(batch):
+        if isinstance(leaf, Tensor):
+            sparse = None if leaf.layout is torch.strided else leaf.to_sparse_coo().coalesce()
+            found = {"": leaf} if sparse is None else {"indices": sparse.indices(), "values": sparse.values()}
+            words += tree.fingerprints(found).values()
+        else:
+            words.append(repr(leaf) if leaf is None or isinstance(leaf, (int, float, str)) else type(leaf).__name__)
+    return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "big", signed=True)
