@@ -31,8 +31,8 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.products import curvature_trace, output_curvature
 from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import differing
-from lapwing.errors import InvalidValue, NotConverged
-from lapwing.likelihoods import Gaussian, Likelihood
+from lapwing.errors import InvalidValue, NotConverged, Unsupported
+from lapwing.likelihoods import Likelihood
 from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal, linalg
 from lapwing.posterior import curvature
 from lapwing.tangent import TangentModel
@@ -146,6 +146,11 @@ class Jacobian:
 @torch.inference_mode(False)
 def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_budget: int = BUDGET) -> Jacobian:
     """The Jacobian of the data of the fit, by one pass; other data than those are an error."""
+    if not likelihood.concave:
+        raise Unsupported(
+            f"{likelihood.name} is not concave in the network's outputs, so the tangent model may have several modes; "
+            "use center='map', the trained weights"
+        )
     tangent = state.tangent
     fs: list[Tensor] = []
     ys: list[Tensor] = []
@@ -383,7 +388,7 @@ def stretched(structure: Any, stretch: float) -> Any:
 
 def _stretch(likelihood: Likelihood, z: Tensor, f: Tensor) -> float:
     """tr Λ(z) / tr Λ(f), summed over data: Ĝ was taken at f, where a confident network has next to no curvature."""
-    if isinstance(likelihood, Gaussian):
+    if likelihood.quadratic:
         return 1.0
     here, there = (curvature_trace(likelihood, outputs) for outputs in (z, f))
     return min(max(here / there, 1e-6), 1e6) if there > 0 else 1.0

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lapwing import center
-from lapwing.likelihoods import Gaussian
 
 if TYPE_CHECKING:
     from lapwing.doctor.needs import Need, Problem, Rates
@@ -57,7 +56,7 @@ def _streamed(need: Need, problem: Problem, rates: Rates) -> Need:
 
 def _held(need: Need, problem: Problem, rates: Rates) -> Need:
     n, m, p = problem.n, problem.n * problem.outputs, problem.size
-    quadratic = isinstance(problem.likelihood, Gaussian)
+    quadratic = problem.likelihood.quadratic
     kind = "approximate" if not need.exact else "quadratic" if quadratic else "exact"
     search = SEARCH + (SWEEPS * STEPS[kind] / 2 * (p + m) + LINES * m) * rates.element
     a_round = need.factorize + STEPS[kind] * (2 * m * p * rates.sweep + need.solve + search)

@@ -144,7 +144,7 @@ class Ella:
 
     def _likelihood(self, likelihood: Any) -> Likelihood:
         found = as_likelihood(likelihood).to(self.tangent.device)
-        if found.name != self.state.likelihood or len(found.curvature_weights()) not in (1, self.state.weights):
+        if found.kind != self.state.likelihood or len(found.curvature_weights()) not in (1, self.state.weights):
             raise InvalidValue(f"ella was fitted for {self.state.likelihood}, and cannot serve {found}; fit again")
         return found
 

@@ -4,5 +4,14 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian, MeanLogVariance, NaturalHead
 
-__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood"]
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "Likelihood",
+    "MeanLogVariance",
+    "NaturalHead",
+]

@@ -5,12 +5,16 @@ Curvature is kept at *unit* scale and multiplied afterwards, so that tuning the 
     −∂²_f log p = Σ_g w_g S_g S_gᵀ,   S = hessian_root(f) (n, c, k),  w = curvature_weights() (g,)
 
 With one weight (g = 1) it multiplies everything; with g = k weights, weight j belongs to column j of S.
+
+Fields are of two kinds. *Hyperparameters* scale the curvature and enter the log-likelihood through sums, so that the
+evidence tunes them without a pass. *Settings* shape the curvature (a dispersion, degrees of freedom): they are fixed at
+the fit, and another value is another fit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +24,17 @@ from lapwing.errors import InvalidValue
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Base class. Fields are hyperparameters: positive float64 tensors with names."""
+    """Base class. Fields are positive float64 tensors: hyperparameters, but for those that `settings` names."""
+
+    settings: ClassVar[tuple[str, ...]] = ()  # fields that are fixed at the fit
+    concave: ClassVar[bool] = True  # in f, for every y: what the tangent MAP needs
+    event: ClassVar[int] = 1  # dimensions of y that belong to one row of f: 0 where y is a label
+    quadratic: ClassVar[bool] = False  # in f: the curvature is the same at every f
+    response: ClassVar[str] = ""  # how E[y|f] comes from f: "identity", "softmax", "sigmoid", or "" for any other way
+    classes: ClassVar[bool] = False  # y is a class, and E[y|f] are probabilities
+    normal: ClassVar[bool] = False  # y given f is Gaussian, N(mean(f), noise_covariance(f))
+    elementwise: ClassVar[bool] = False  # y_j depends on f_j alone: its predictions are integrals over one dimension
+    counts: ClassVar[bool] = False  # y are integers from 0 on, and so are their quantiles
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -39,13 +53,19 @@ class Likelihood:
 
     @property
     def hyperparameters(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.settings}
+
+    @property
+    def kind(self) -> str:
+        """What a fit is of: the name, with the settings; hyperparameters may differ."""
+        told = ", ".join(f"{name}={getattr(self, name).tolist()}" for name in self.settings)
+        return f"{self.name}({told})" if told else self.name
 
     def replace(self, **hyperparameters: Any) -> Any:
         return replace(self, **hyperparameters)
 
     def to(self, device: torch.device) -> Any:
-        return self.replace(**{k: v.to(device) for k, v in self.hyperparameters.items()})
+        return self.replace(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     # -- the observations -----------------------------------------------------------------------------------------
 
@@ -61,6 +81,19 @@ class Likelihood:
         """One y for each row of f."""
         raise NotImplementedError
 
+    def inside(self, f: Tensor) -> Tensor:
+        """Where outputs (..., c) are parameters of a distribution, (...) bool: Gaussian draws of f may not be."""
+        return torch.ones(f.shape[:-1], dtype=torch.bool, device=f.device)
+
+    def rows(self, y: Tensor, m: int) -> Tensor:
+        """Targets (n, ..., t), or labels (n, ...), as a row for each of m rows of outputs: (m, t) or (m,)."""
+        return y.reshape(m, *y.shape[y.ndim - self.event :])
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """What to train the network on: the mean over examples of −log p, outputs f (n, ..., c)."""
+        self.validate(f.detach(), y)
+        return -self.log_prob(f, y).sum() / len(f)
+
     # -- moments of y given f, for predictions ---------------------------------------------------------------------
 
     def mean(self, f: Tensor) -> Tensor:
@@ -70,6 +103,25 @@ class Likelihood:
     def variance(self, f: Tensor) -> Tensor:
         """Var[y | f], (..., c)."""
         raise NotImplementedError
+
+    def noise_covariance(self, f: Tensor) -> Tensor:
+        """Cov[y | f], (..., t, t)."""
+        return torch.diag_embed(self.variance(f))
+
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """P(target ≤ y_j | f) of each target by itself, of y's shape, for predicted quantiles; None where it is not
+        known, and they are those of samples."""
+        return None
+
+    def class_probs(self, mean: Tensor) -> Tensor:
+        """E[y] as probabilities of classes that exclude each other, along the last axis."""
+        return mean
+
+    def class_log_prob(self, mean: Tensor, y: Tensor) -> Tensor:
+        """log p(y_n) where classes have the probabilities E[y], (n,)."""
+        p = self.class_probs(mean)
+        each = p.clamp(min=torch.finfo(p.dtype).tiny).log().gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
+        return each.reshape(len(each), -1).sum(-1)
 
     # -- the curvature, at unit scale -----------------------------------------------------------------------------
 
@@ -98,3 +150,7 @@ class Likelihood:
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
         """Σ_n log p(y_n | f_n), differentiable in the hyperparameters."""
         raise NotImplementedError
+
+
+def standard_normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from lapwing.likelihoods.base import Likelihood
 
 @dataclass(frozen=True)
 class Bernoulli(Likelihood):
+    response: ClassVar[str] = "sigmoid"
+    classes: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
+
     def validate(self, f: Tensor, y: Tensor) -> None:
         if y.shape != f.shape:
             hint = "; add the output dimension with y.unsqueeze(-1)" if y.ndim == f.ndim - 1 else ""
@@ -36,6 +41,11 @@ class Bernoulli(Likelihood):
 
     def variance(self, f: Tensor) -> Tensor:
         return self.mean(f) * (1 - self.mean(f))
+
+    def class_probs(self, mean: Tensor) -> Tensor:
+        """(..., c, 2); a probability that rounds to 1 does not make the other class impossible."""
+        least = torch.finfo(mean.dtype).eps / 2
+        return torch.stack([1 - mean.clamp(max=1 - least), mean], -1)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         return y.to(f) - torch.sigmoid(f)

@@ -9,6 +9,7 @@ S_j = R_j − R_c · r_j / (1 + r_c), j < c, and S Sᵀ = R Rᵀ.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from lapwing.likelihoods.base import Likelihood
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
+    event: ClassVar[int] = 0
+    response: ClassVar[str] = "softmax"
+    classes: ClassVar[bool] = True
+
     def validate(self, f: Tensor, y: Tensor) -> None:
         classes = f.shape[-1]
         if classes < 2:

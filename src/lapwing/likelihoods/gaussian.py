@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods.base import Likelihood
+from lapwing.likelihoods.base import Likelihood, standard_normal
 
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
+    quadratic: ClassVar[bool] = True
+    response: ClassVar[str] = "identity"
+    normal: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
     noise: Tensor | float = 1.0  # σ, () or (c,)
 
     @property
@@ -48,14 +53,16 @@ class Gaussian(Likelihood):
         return -(0.5 * z.square() + torch.log(sigma) + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(f.shape, generator=generator, dtype=f.dtype, device=generator.device).to(f.device)
-        return f + self.sigma.to(f) * noise
+        return f + self.sigma.to(f) * standard_normal(f, generator)
 
     def mean(self, f: Tensor) -> Tensor:
         return f
 
     def variance(self, f: Tensor) -> Tensor:
         return self.sigma.to(f).square().expand(f.shape)
+
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.special.ndtr((y - f) / self.sigma.to(f))
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         return y - f

@@ -1,0 +1,366 @@
+"""Every likelihood beyond the first three: densities, derivatives, Fisher information, moments, and each structure of
+its curvature in a small network, against torch.distributions and dense autograd.
+
+A new likelihood joins by one more entry in CASES. What a case says of p(y | f) comes from torch.distributions or is
+written out here, never from the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributions, nn
+from torch.func import functional_call, grad, hessian, jacrev, vmap
+from torch.testing import assert_close
+
+import lapwing as lw
+from lapwing.curvature.factor import Factor, output_factor
+from lapwing.errors import Unsupported
+from lapwing.likelihoods import HeteroscedasticGaussian, Likelihood, MeanLogVariance, NaturalHead
+from lapwing.operators import linalg
+
+Z = 5.0  # standard errors
+SEEDS = (0, 1)
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
+    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def softplus_half(x: Tensor) -> Tensor:
+    """(a, b) -> (a, −½ log(1 + eᵇ)), written out."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a, -0.5 * torch.log1p(b.exp())], -1)
+
+
+def grid_nodes(n: int = 40) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of E over a standard normal (Gauss-Hermite), exact for polynomials."""
+    import numpy as np
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(n)
+    return torch.from_numpy(nodes), torch.from_numpy(weights) / math.sqrt(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], Likelihood]
+    outputs: int
+    log_prob: Callable[[Tensor, Tensor], Tensor]  # of one example: f (c,), y -> ()
+    values: Callable[
+        [Tensor], tuple[Tensor, Tensor]
+    ]  # f (c,) -> every y (v, ...) and its probability, or nodes and weights
+    inside: Callable[[Tensor], Tensor] = lambda x: x  # normal draws -> outputs that the likelihood takes
+    head: Callable[[], nn.Module] = nn.Identity  # the last module of a network
+    canonical: bool = True  # −∂² log p does not depend on y
+    one_hot: bool = False  # y is a label, its mean a vector of probabilities
+
+    def outputs_of(self, n: int, seed: int, scale: float = 1.0) -> Tensor:
+        return self.inside(scale * torch.randn(n, self.outputs, generator=seeded(seed), dtype=torch.float64))
+
+    def draw(self, n: int, seed: int) -> tuple[Likelihood, Tensor, Tensor]:
+        likelihood, f = self.make(), self.outputs_of(n, seed)
+        return likelihood, f, likelihood.sample(f, seeded(seed + 100))
+
+    def curvature(self, f: Tensor) -> Tensor:
+        """E_y[−∂² log p], (c, c), summed over every y (or by quadrature)."""
+        y, p = self.values(f)
+        each = vmap(hessian(self.log_prob), in_dims=(None, 0))(f, y)
+        return -torch.einsum("v,vab->ab", p, each)
+
+
+def natural(f: Tensor, y: Tensor) -> Tensor:
+    eta1, eta2 = f.chunk(2, -1)
+    return distributions.Normal(-eta1 / (2 * eta2), (-1 / (2 * eta2)).sqrt()).log_prob(y).sum()
+
+
+def natural_values(f: Tensor) -> tuple[Tensor, Tensor]:
+    eta1, eta2 = f.chunk(2, -1)
+    return normal_values(-eta1 / (2 * eta2), (-1 / (2 * eta2)).sqrt())
+
+
+def normal_values(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    nodes, weights = grid_nodes(12)
+    many = torch.cartesian_prod(*[nodes] * len(mean)).reshape(-1, len(mean))
+    share = torch.cartesian_prod(*[weights] * len(mean)).reshape(-1, len(mean)).prod(-1)
+    return mean + std * many, share
+
+
+def mean_log_variance(f: Tensor, y: Tensor) -> Tensor:
+    mean, log_variance = f.chunk(2, -1)
+    return distributions.Normal(mean, (0.5 * log_variance).exp()).log_prob(y).sum()
+
+
+CASES: dict[str, Case] = {
+    "heteroscedastic": Case(
+        HeteroscedasticGaussian, 4, natural, natural_values, inside=softplus_half, head=NaturalHead
+    ),
+    "heteroscedastic, one target": Case(
+        HeteroscedasticGaussian, 2, natural, natural_values, inside=softplus_half, head=NaturalHead
+    ),
+    "mean and log variance": Case(
+        MeanLogVariance,
+        2,
+        mean_log_variance,
+        lambda f: normal_values(f[:1], (0.5 * f[1:]).exp()),
+        canonical=False,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+# -- densities, scores, factors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_log_prob_is_the_reference(case: Case, seed: int) -> None:
+    likelihood, f, y = case.draw(6, seed)
+    likelihood.validate(f, y)
+    close(
+        likelihood.log_prob(f, y), torch.stack([case.log_prob(one, target) for one, target in zip(f, y, strict=True)])
+    )
+    deeper = likelihood.log_prob(f.expand(2, *f.shape), y.expand(2, *y.shape))
+    assert deeper.shape == (2, 6)
+    close(likelihood.loss(f, y), -likelihood.log_prob(f, y).mean())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weighted_score_is_the_gradient_of_log_prob(case: Case, seed: int) -> None:
+    likelihood, f, y = case.draw(6, seed)
+    exact = vmap(grad(case.log_prob))(f, y)
+    close(likelihood.score(f, y) * likelihood.curvature_weights().expand(f.shape[-1]), exact)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_factor_is_the_fisher_information(case: Case, seed: int) -> None:
+    """S Sᵀ = E_y[−∂² log p] = E_y[score scoreᵀ], over every y; for a canonical link −∂² log p itself."""
+    likelihood, f, y = case.draw(4, seed)
+    S = likelihood.hessian_root(f)
+    w = likelihood.curvature_weights()
+    found = (S * w) @ S.mT
+    for one, mine in zip(f, found, strict=True):
+        close(mine, case.curvature(one))
+        every, p = case.values(one)
+        close(p.sum(), torch.ones((), dtype=torch.float64))
+        score = vmap(grad(case.log_prob), in_dims=(None, 0))(one, every)
+        close(torch.einsum("v,va,vb->ab", p, score, score), mine)
+    if case.canonical:
+        close(found, -vmap(hessian(case.log_prob))(f, y))
+
+
+def test_log_prob_can_be_traced(case: Case) -> None:
+    likelihood, f, y = case.draw(5, 0)
+    found = vmap(hessian(lambda f, y: likelihood.log_prob(f[None], y[None])[0]))(f, y)
+    close(found, vmap(hessian(case.log_prob))(f, y))
+
+
+def test_log_likelihood_from_sums_is_the_sum_of_log_prob(case: Case) -> None:
+    likelihood, f, y = case.draw(7, 0)
+    parts = [likelihood.statistics(f[i], y[i]) for i in (slice(0, 3), slice(3, 7))]
+    sums = {k: parts[0][k] + parts[1][k] for k in parts[0]}
+    for factor in (1.0, 0.3):
+        other = likelihood.replace(**{k: factor * v for k, v in likelihood.hyperparameters.items()})
+        close(other.log_likelihood(sums), other.log_prob(f, y).sum())
+
+
+def test_monte_carlo_factors_are_unbiased(case: Case) -> None:
+    likelihood, y = case.make(), torch.zeros(3)
+    f = case.outputs_of(3, 0, 0.5)
+    repeats, samples, generator = 400, 4, seeded(1)
+    S = torch.stack(
+        [output_factor(Factor("monte_carlo", samples), likelihood, f, y, generator) for _ in range(repeats)]
+    )
+    found = likelihood.curvature_weights("monte_carlo") * S @ S.mT
+    exact = torch.stack([case.curvature(one) for one in f])
+    error = (found.std(0) / math.sqrt(repeats)).clamp(min=1e-12)
+    assert float(((found.mean(0) - exact).abs() / error).max()) < Z
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mean_and_variance_are_those_of_every_value(case: Case, seed: int) -> None:
+    likelihood, f, _ = case.draw(4, seed)
+    mean, variance = likelihood.mean(f), likelihood.variance(f)
+    for one, m, v in zip(f, mean, variance, strict=True):
+        y, p = case.values(one)
+        y = nn.functional.one_hot(y.long(), m.shape[-1]).double() if case.one_hot else y
+        close(m, torch.einsum("v,va->a", p, y))
+        close(v, torch.einsum("v,va->a", p, (y - m).square()))
+    stacked = f.expand(2, *f.shape)
+    close(likelihood.mean(stacked)[1], mean)
+    close(likelihood.variance(stacked)[1], variance)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_samples_have_the_mean_and_variance(case: Case, seed: int) -> None:
+    likelihood, f = case.make(), case.outputs_of(3, seed, 0.5)
+    n = 4000
+    before = torch.random.get_rng_state()
+    y = likelihood.sample(f.expand(n, *f.shape), seeded(seed))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(y, likelihood.sample(f.expand(n, *f.shape), seeded(seed)))
+    mean, variance = likelihood.mean(f), likelihood.variance(f)
+    y = nn.functional.one_hot(y.long(), mean.shape[-1]).double() if case.one_hot else y.double()
+    assert float(((y.mean(0) - mean) / (variance / n).sqrt()).abs().max()) < Z
+    squares = (y - mean).square()
+    assert float(((squares.mean(0) - variance) / (squares.std(0) / math.sqrt(n))).abs().max()) < Z
+
+
+# -- every structure, in a network -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network with two layers, its data, and everything about it by dense autograd."""
+
+    net: nn.Module
+    x: Tensor
+    y: Tensor
+    likelihood: Likelihood
+    J: Tensor  # (n, c, p)
+    curvature: Tensor  # Λ (n, c, c)
+    log_lik: float
+
+    @property
+    def G(self) -> Tensor:
+        return torch.einsum("nap,nab,nbq->pq", self.J, self.curvature, self.J)
+
+    def columns(self, name: str) -> slice:
+        start = 0
+        for key, p in self.net.named_parameters():
+            if key == name:
+                return slice(start, start + p.numel())
+            start += p.numel()
+        raise KeyError(name)
+
+
+def problem(case: Case, seed: int = 0, n: int = 9) -> Problem:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, case.outputs), case.head()).double()
+    x = torch.randn(n, 3, dtype=torch.float64)
+    likelihood = case.make()
+    with torch.no_grad():
+        f = net(x)
+        y = likelihood.sample(f, seeded(seed))
+    params = dict(net.named_parameters())
+    jac = jacrev(lambda p: functional_call(net, p, (x,)))({k: v.detach() for k, v in params.items()})
+    J = torch.cat([jac[k].reshape(n, case.outputs, -1) for k in params], -1)
+    curvature = torch.stack([case.curvature(one) for one in f])
+    fit = float(sum(case.log_prob(one, target) for one, target in zip(f, y, strict=True)))
+    return Problem(net, x, y, likelihood, J, curvature, fit)
+
+
+LAMBDA = 0.7
+
+
+def evidence(p: Problem, occam: Tensor) -> Tensor:
+    theta = nn.utils.parameters_to_vector(p.net.parameters()).detach()
+    return p.log_lik - 0.5 * LAMBDA * theta @ theta - 0.5 * occam
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_full_is_the_dense_curvature(case: Case, form: str) -> None:
+    p = problem(case)
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure=lw.curvature.Full(form), prior=LAMBDA, factor="exact")
+    precision = p.G + LAMBDA * torch.eye(len(p.G), dtype=torch.float64)
+    close(la.log_evidence(), evidence(p, torch.logdet(precision) - len(p.G) * math.log(LAMBDA)))
+    close(la.predict(p.x).covariance, p.J @ torch.linalg.solve(precision, p.J.mT))
+
+
+def test_diag_is_the_diagonal(case: Case) -> None:
+    p = problem(case)
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="diag", prior=LAMBDA, factor="exact")
+    close(la.log_evidence(), evidence(p, torch.log1p(p.G.diagonal() / LAMBDA).sum()))
+
+
+def test_kron_is_the_product_of_its_factors(case: Case) -> None:
+    """H_l = (1/N) Σ gᵀΛg ⊗ Σ [a, 1][a, 1]ᵀ, with g = ∂f/∂(bias of the layer)."""
+    p = problem(case)
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="kron", prior=LAMBDA, factor="exact")
+    hidden = torch.tanh(p.net[0](p.x)).detach()  # type: ignore[index]
+    occam = torch.zeros((), dtype=torch.float64)
+    for name, a in (("0.bias", p.x), ("2.bias", hidden)):
+        g = p.J[..., p.columns(name)]  # (n, c, o)
+        B = torch.einsum("nao,nab,nbq->oq", g, p.curvature, g)
+        a = torch.cat([a, torch.ones(len(a), 1, dtype=torch.float64)], -1)
+        products = torch.outer(torch.linalg.eigvalsh(B), torch.linalg.eigvalsh(a.mT @ a)) / len(a)
+        occam = occam + torch.log1p(products / LAMBDA).sum()
+    close(la.log_evidence(), evidence(p, occam))
+
+
+def test_last_layer_is_its_block(case: Case) -> None:
+    p = problem(case)
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, subset="last_layer", prior=LAMBDA, factor="exact")
+    mine = slice(p.columns("2.weight").start, p.columns("2.bias").stop)
+    precision = p.G[mine, mine] + LAMBDA * torch.eye(mine.stop - mine.start, dtype=torch.float64)
+    J = p.J[..., mine]
+    close(la.predict(p.x).covariance, J @ torch.linalg.solve(precision, J.mT))
+
+
+def test_matrix_free_multiplies_by_it(case: Case) -> None:
+    p = problem(case)
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="matrix_free", prior=LAMBDA)
+    v = torch.randn(3, len(p.G), generator=seeded(3), dtype=torch.float64)
+    close(linalg.mv(la.posterior.precision, v), v @ p.G + LAMBDA * v)
+    close(p.likelihood.log_likelihood(la.state.statistics), torch.tensor(p.log_lik, dtype=torch.float64))
+
+
+def test_the_evidence_at_the_tangent_map_is_stationary(case: Case) -> None:
+    """v* of the convex objective: its gradient by autograd of the tangent model is zero; others are refused."""
+    p = problem(case, n=14)
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="kron", prior=LAMBDA)
+    if not p.likelihood.concave:
+        with pytest.raises(Unsupported, match="center='map'"):
+            la.recentered()
+        return
+    v = la.recentered().tangent_map.vector.clone().requires_grad_()
+    theta = nn.utils.parameters_to_vector(p.net.parameters()).detach()
+    h = p.net(p.x).detach() + p.J @ (v - theta)
+    fit = sum(case.log_prob(one, target) for one, target in zip(h, p.y, strict=True))
+    (slope,) = torch.autograd.grad(fit - 0.5 * LAMBDA * v @ v, v)
+    assert float(slope.norm()) < 1e-6
+
+
+def test_the_evidence_has_the_gradient_of_differences(case: Case) -> None:
+    """Identity 19, in every hyperparameter there is."""
+    p = problem(case)
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="kron", prior=LAMBDA)
+    step = 1e-4
+
+    def at(value: Tensor) -> Tensor:
+        return la.log_evidence(prior=value)
+
+    x = torch.tensor(LAMBDA, dtype=torch.float64, requires_grad=True)
+    slope = torch.autograd.grad(la.log_evidence(prior=lw.priors.Gaussian(x)), x)[0]
+    close(slope, (at(x.detach() + step) - at(x.detach() - step)) / (2 * step), 1e-6)
+    for name, value in p.likelihood.hyperparameters.items():
+        moving = value.clone().requires_grad_()
+        found = torch.autograd.grad(la.log_evidence(likelihood=p.likelihood.replace(**{name: moving})), moving)[0]
+        for i in range(value.numel()):
+            unit = torch.zeros(value.numel(), dtype=torch.float64)
+            unit[i] = step
+            sides = [
+                la.log_evidence(likelihood=p.likelihood.replace(**{name: value + s * unit.reshape(value.shape)}))
+                for s in (1, -1)
+            ]
+            close(found.reshape(-1)[i], (sides[0] - sides[1]) / (2 * step), 1e-6)
+
+
+def test_a_file_gives_it_back(case: Case, tmp_path: Any) -> None:
+    p = problem(case)
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="kron", prior=LAMBDA)
+    la.save(tmp_path / "la.safetensors")
+    back = lw.load(tmp_path / "la.safetensors", p.net)
+    assert back.likelihood.kind == p.likelihood.kind
+    assert torch.equal(back.log_evidence(), la.log_evidence())
