@@ -29,7 +29,7 @@ from lapwing.errors import InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
 from lapwing.operators import Samples, Streamed
 from lapwing.posterior import Gaussian, condition, placed
-from lapwing.predictive import Prediction, predict
+from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
 from lapwing.tangent import TangentModel, linearize
 from lapwing.tangent.linearize import unwrapped
 from lapwing.tree import Layout
@@ -369,6 +369,15 @@ class Laplace:
             raise InvalidValue(f"draw gives at least 1 sample, asked for {n}")
         flat = self.posterior.draw(n, generator).to(self.tangent.dtype)
         return torch.func.vmap(lambda vector: self.tangent.embed(self.tangent.layout.unflatten(vector)))(flat)
+
+    def function_samples(
+        self, n: int = 1, generator: torch.Generator | None = None, mean: str = "network"
+    ) -> FunctionSamples:
+        """n functions drawn from the posterior, each the same function at all inputs of all calls (Thompson sampling):
+        `functions(x)` are outputs (n, *f.shape). mean: that they are about, as in predict."""
+        moved = _mean(mean) == "tangent" and self.center == "tangent"
+        center = self.tangent_map.vector if moved else None
+        return function_samples(self.tangent, self._spread, n, generator, center)
 
     # -- how good it is -------------------------------------------------------------------------------------------
 

@@ -1,65 +1,73 @@
-"""Links: from a Gaussian over the outputs f to probabilities, f ~ N(μ, V).
+"""Links: from a Gaussian over the outputs f to E[y], f ~ N(μ, V).
 
+    exact            μ                                            where E[y|f] = f and the noise is Gaussian
+    delta            E[y|μ], and y ~ N(E[y|μ], D V Dᵀ + noise at μ), D = ∂E[y|f]/∂f:  other Gaussian noise
     probit           softmax(μ / √(1 + π/8 · diag V))            MacKay's; counts the variance of a common shift of
                                                                   all logits, to which softmax is blind
     probit_centered  the same after that shift is projected out   V ← P V P, P = I − 11ᵀ/c
+    mean_field       p_k ∝ 1 / Σ_l exp(−(μ_k − μ_l) / √(1 + π/8 · Var[f_k − f_l])): pairs of logits, with their
+                     covariance, so a common shift does not count (Lu, Ie, Sha 2020)
     bridge           the mean of a Dirichlet matched to softmax(f) (Laplace bridge), after conditioning on Σ f = 0
-    monte_carlo      the mean of softmax(f) over fixed quasi-random draws with the full covariance: the reference
+    monte_carlo      the mean of E[y|f] over fixed quasi-random draws with the full covariance, or by quadrature where
+                     outputs can be taken one by one: the reference
 
-For independent binary outputs: sigmoid in the place of softmax, no common shift and no bridge.
+For independent binary outputs: sigmoid in the place of softmax, no common shift and no bridge. What a likelihood has is
+told by its `response`, and a rule more is an entry of CLOSED.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import Unsupported
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from lapwing.likelihoods import Likelihood
 
-LINKS = ("auto", "exact", "probit", "probit_centered", "bridge", "monte_carlo")
+LINKS = ("auto", "exact", "delta", "probit", "probit_centered", "mean_field", "bridge", "monte_carlo")
 DRAWS = 512
 
 
-@functools.singledispatch
+def resolve(likelihood: Likelihood, link: str) -> str:
+    """The link that is meant; "auto" is the first that the likelihood has."""
+    offered = tuple(CLOSED.get(likelihood.response, {}))
+    if likelihood.normal and likelihood.response != "identity":
+        offered += ("delta",)
+    if likelihood.response != "identity":
+        offered += ("monte_carlo",)
+    if link == "auto":
+        return offered[0]
+    if link not in offered:
+        known = "; ".join(f"{name!r}" for name in ("auto", *offered))
+        raise Unsupported(f"link={link!r} has no rule for {likelihood.name}, which has {known}")
+    return link
+
+
 def closed_form(likelihood: Likelihood, link: str, mean: Tensor, cov: Tensor) -> Tensor | None:
     """E[y] by a link in closed form; None where the link is monte_carlo."""
-    if link in ("auto", "monte_carlo"):
-        return None
-    raise Unsupported(f"link={link!r} has no rule for {likelihood.name}; use 'auto' or 'monte_carlo'")
-
-
-@closed_form.register
-def _(likelihood: Gaussian, link: str, mean: Tensor, cov: Tensor) -> Tensor | None:
-    if link in ("auto", "exact"):
-        return mean
-    raise Unsupported(f"link={link!r} is for classes; the gaussian predictive is exact: use 'auto'")
-
-
-@closed_form.register
-def _(likelihood: Bernoulli, link: str, mean: Tensor, cov: Tensor) -> Tensor | None:
-    if link in ("auto", "probit"):
-        return torch.sigmoid(_shrunk(mean, cov))
+    link = resolve(likelihood, link)
     if link == "monte_carlo":
         return None
-    raise Unsupported(f"link={link!r} is for softmax classes; bernoulli has 'probit' and 'monte_carlo'")
+    return likelihood.mean(mean) if link == "delta" else CLOSED[likelihood.response][link](mean, cov)
 
 
-@closed_form.register
-def _(likelihood: Categorical, link: str, mean: Tensor, cov: Tensor) -> Tensor | None:
-    if link in ("auto", "probit"):
-        return torch.softmax(_shrunk(mean, cov), -1)
-    if link == "probit_centered":
-        cov = cov - cov.mean(-1, keepdim=True) - cov.mean(-2, keepdim=True) + cov.mean((-1, -2), keepdim=True)
-        return torch.softmax(_shrunk(mean, cov), -1)
-    if link == "bridge":
-        return _bridge(mean, cov)
-    if link == "monte_carlo":
-        return None
-    raise Unsupported(f"link={link!r} has no rule for categorical; use one of {LINKS[2:]}")
+def _probit(mean: Tensor, cov: Tensor) -> Tensor:
+    return torch.softmax(_shrunk(mean, cov), -1)
+
+
+def _probit_centered(mean: Tensor, cov: Tensor) -> Tensor:
+    cov = cov - cov.mean(-1, keepdim=True) - cov.mean(-2, keepdim=True) + cov.mean((-1, -2), keepdim=True)
+    return torch.softmax(_shrunk(mean, cov), -1)
+
+
+def _mean_field(mean: Tensor, cov: Tensor) -> Tensor:
+    var = cov.diagonal(dim1=-2, dim2=-1)
+    gap_var = (var.unsqueeze(-1) + var.unsqueeze(-2) - 2 * cov).clamp(min=0)  # Var[f_k − f_l]
+    gap = (mean.unsqueeze(-1) - mean.unsqueeze(-2)) / torch.sqrt(1 + math.pi / 8 * gap_var)
+    return torch.softmax(-torch.logsumexp(-gap, -1), -1)
 
 
 def _shrunk(mean: Tensor, cov: Tensor) -> Tensor:
@@ -78,6 +86,19 @@ def _bridge(mean: Tensor, cov: Tensor) -> Tensor:
     log_sum = torch.logsumexp(-mean, -1, keepdim=True)
     alpha = (1 - 2 / c + torch.exp(mean + log_sum) / c**2) / var
     return alpha / alpha.sum(-1, keepdim=True)
+
+
+# by how E[y|f] comes from f; the first is what "auto" means
+CLOSED: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "identity": {"exact": lambda mean, cov: mean},
+    "softmax": {
+        "probit": _probit,
+        "probit_centered": _probit_centered,
+        "mean_field": _mean_field,
+        "bridge": _bridge,
+    },
+    "sigmoid": {"probit": lambda mean, cov: torch.sigmoid(_shrunk(mean, cov))},
+}
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,14 +1,17 @@
 """A prediction: a Gaussian over the network's outputs f at some inputs, and what it says of y.
 
 Law of total variance, Var[y] = Var_f(E[y|f]) + E_f[Var(y|f)]:   total = epistemic + aleatoric.
-For a Gaussian likelihood all parts are exact. For classes they come from one fixed set of quasi-random draws of f
-(so the parts add up exactly), and the entropies beside them: H(E p) = E H(p) + mutual information.
+For a Gaussian likelihood all parts are exact; where its mean or noise is another function of f, they are those of the
+delta method (link "delta"). Elsewhere they are sums over one fixed set of nodes (so the parts add up exactly), and for
+classes the entropies beside them: H(E p) = E H(p) + mutual information. Densities and quantiles are those of the full
+predictive, the mixture of p(y|f) over f.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,15 +20,18 @@ from torch import Tensor
 
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from lapwing.predictive.link import DRAWS, LINKS, closed_form, psd_root, quasi_normal
+from lapwing.likelihoods import Likelihood
+from lapwing.predictive import mixture, nodes, normal, plot, show
+from lapwing.predictive.link import LINKS, closed_form, psd_root, quasi_normal, resolve
+from lapwing.predictive.nodes import DRAWS, Nodes
 
 CHUNK = 2**24  # numbers in a chunk of draws
+TRIES = 1000  # draws of f for one that the likelihood can take
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """`f_mean` (n, ..., c); `covariance` (n, ..., c, c), or (n, c, n, c) if joint; all of the outputs f.
+    """`f_mean` (n, ..., c); `covariance` (n, ..., c, c), or (n, ..., c, n, ..., c) if joint; all of the outputs f.
 
     Where outputs are too many for a covariance, or draws are not Gaussian (via="network"), `outputs` holds draws.
     """
@@ -41,9 +47,19 @@ class Prediction:
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise InvalidValue(f"link must be one of {LINKS}, got {self.link!r}")
-        if self.outputs is None:  # raise for a pair that has no rule now, not when the mean is read
-            c = self.f_mean.shape[-1]
-            closed_form(self.likelihood, self.link, self.f_mean.new_zeros(1, c), torch.eye(c).to(self.f_mean)[None])
+        if self.outputs is None:
+            resolve(self.likelihood, self.link)  # raise for a pair that has no rule now, not when the mean is read
+
+    def __getitem__(self, index: slice) -> Prediction:
+        """The prediction at some of its inputs."""
+        if not isinstance(index, slice):
+            raise InvalidValue(f"a prediction is cut by a slice of its inputs, such as [:5], got {index!r}")
+        cov = self.cov
+        if cov is not None:
+            cov = cov[index]
+            cov = cov.movedim(self.f_mean.ndim, 0)[index].movedim(0, self.f_mean.ndim) if self.joint else cov
+        outputs = None if self.outputs is None else self.outputs[:, index]
+        return replace(self, f_mean=self.f_mean[index], cov=cov, outputs=outputs)
 
     # -- outputs f ------------------------------------------------------------------------------------------------
 
@@ -52,8 +68,7 @@ class Prediction:
         """The covariance of each input's outputs, (n, ..., c, c)."""
         if not self.joint:
             return self.covariance
-        n, c = self.covariance.shape[:2]
-        return self.covariance.permute(0, 2, 1, 3)[torch.arange(n), torch.arange(n)].reshape(n, c, c)
+        return _diagonal_blocks(self.covariance, self.f_mean.shape)
 
     @property
     def covariance(self) -> Tensor:
@@ -78,7 +93,7 @@ class Prediction:
 
     @cached_property
     def mean(self) -> Tensor:
-        """E[y]: class probabilities for classes, (n, ..., c)."""
+        """E[y]: class probabilities for classes, (n, ..., t)."""
         if self.outputs is not None:
             return self._moments["mean"]
         closed = closed_form(self.likelihood, self.link, self.f_mean, self.marginal)
@@ -86,19 +101,22 @@ class Prediction:
 
     @property
     def probs(self) -> Tensor:
-        if not self._classes:
+        if not self.likelihood.classes:
             raise Unsupported(f"a {self.likelihood.name} prediction has no class probabilities; use mean and std")
         return self.mean
 
     @property
     def epistemic(self) -> Tensor:
         """Var of E[y|f] over the posterior: what more data would tell."""
-        return self.f_var if self._exact else self._moments["epistemic"]
+        if not self._normal:
+            return self._moments["epistemic"]
+        D = normal.slope(self.likelihood, self.f_mean)
+        return self.f_var if D is None else torch.einsum("...ta,...ab,...tb->...t", D, self.marginal, D)
 
     @property
     def aleatoric(self) -> Tensor:
         """E of Var[y|f]: noise that no data remove."""
-        return self.likelihood.variance(self.f_mean) if self._exact else self._moments["aleatoric"]
+        return self.likelihood.variance(self.f_mean) if self._normal else self._moments["aleatoric"]
 
     @property
     def total(self) -> Tensor:
@@ -111,12 +129,13 @@ class Prediction:
     @property
     def entropy(self) -> Tensor:
         """H(E p), in nats: the total uncertainty about the class, (n, ...)."""
-        return _entropy(self._probabilities(self._moments["mean"]))
+        self._check_classes()
+        return _entropy(self.likelihood.class_probs(self._moments["mean"]))
 
     @property
     def expected_entropy(self) -> Tensor:
         """E H(p): its aleatoric part."""
-        self._probabilities(self.f_mean)
+        self._check_classes()
         return self._moments["entropy"]
 
     @property
@@ -124,7 +143,7 @@ class Prediction:
         """H(E p) − E H(p) ≥ 0: its epistemic part, the information that y would give about the weights."""
         return self.entropy - self.expected_entropy
 
-    # -- draws, densities, quantiles ------------------------------------------------------------------------------
+    # -- draws ----------------------------------------------------------------------------------------------------
 
     def f_sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of f, (n, *f_mean.shape); over all inputs jointly if the prediction is joint."""
@@ -139,152 +158,201 @@ class Prediction:
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y."""
         generator = generator or torch.Generator().manual_seed(0)
-        return self.likelihood.sample(self.f_sample(n, generator), generator)
+        f = self.f_sample(n, generator)
+        if not self._normal:
+            return self.likelihood.sample(self._inside(f, generator), generator)
+        D, away = normal.slope(self.likelihood, self.f_mean), f - self.f_mean
+        moved = away if D is None else torch.einsum("...ta,s...a->s...t", D, away)
+        return moved + self.likelihood.sample(self.f_mean.expand_as(f), generator)
+
+    # -- the distribution of y ------------------------------------------------------------------------------------
+
+    def cdf(self, y: Tensor) -> Tensor:
+        """P(target ≤ y) of each target by itself, (n, ..., t)."""
+        self._check_ordered()
+        y = y.to(self.f_mean.device)
+        if y.shape != self.mean.shape:
+            raise InvalidValue(
+                f"a distribution function is asked at one y a target, {tuple(self.mean.shape)}, got {tuple(y.shape)}"
+            )
+        if self._normal:
+            return torch.special.ndtr((y - self.mean) / self.std)
+        targets, parts = y.reshape(-1, y.shape[-1]), []
+        for index, some in self._nodes(self._by_line):
+            each = self.likelihood.cdf(some.f, targets[index].to(some.f))
+            if each is None:
+                raise Unsupported(
+                    f"{self.likelihood.name} has no distribution function (its cdf); use quantile or sample"
+                )
+            parts.append(some.average(each))
+        return torch.cat(parts).reshape(y.shape)
 
     def quantile(self, q: float) -> Tensor:
-        """The quantile of y; for classes, that of the class probabilities over the posterior."""
+        """The least y that has F(y) ≥ q, of each target by itself; for classes, the quantile of the class probabilities
+        over the posterior. Where the likelihood has no distribution function it is that of draws."""
         if not 0 < q < 1:
             raise InvalidValue(f"a quantile lies strictly between 0 and 1, got {q}")
-        if self._exact:
-            return self.mean + self.std * math.sqrt(2) * torch.erfinv(torch.tensor(2 * q - 1, dtype=torch.float64)).to(
-                self.mean
-            )
-        draws = self.outputs if self.outputs is not None else self._quasi()
-        values = (
-            self.likelihood.mean(draws)
-            if self._classes
-            else self.likelihood.sample(draws, torch.Generator().manual_seed(0)).to(self.f_mean)
-        )
-        return torch.quantile(values, q, dim=0)
+        if self._normal:
+            return self.mean + self.std * float(torch.special.ndtri(torch.tensor(q, dtype=torch.float64)))
+        known = not self.likelihood.classes and self._has_cdf
+        parts = []
+        for _, some in self._nodes(self._by_line and known):
+            if self.likelihood.classes:
+                parts.append(torch.quantile(self.likelihood.mean(some.f), q, dim=0))
+            else:
+                parts.append((mixture.quantile if known else mixture.sample_quantile)(self.likelihood, some, q))
+        out = torch.cat(parts)
+        return out.reshape(*self.f_mean.shape[:-1], *out.shape[1:]).to(self.f_mean)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The central interval, between the quantiles (1 ± level)/2: its ends."""
+        if not 0 < level < 1:
+            raise InvalidValue(f"the level of an interval lies strictly between 0 and 1, got {level}")
+        return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of each input, (n, ...); of all inputs together, 0-dim, if the prediction is joint."""
         y = y.to(self.f_mean.device)
-        self.likelihood.validate(flat_outputs(self.f_mean), flat_targets(self.f_mean, y))
-        if self._exact:
-            return self._gaussian_log_prob(y)
-        if self.joint or self.outputs is not None:
-            draws = self.outputs if self.outputs is not None else self._quasi()
-            each = self.likelihood.log_prob(draws, y.expand(len(draws), *y.shape))  # (s, n, ...)
-            each = each.flatten(1).sum(1) if self.joint else each
-            return torch.logsumexp(each, 0) - math.log(len(draws))
-        if not self._classes or (self.link == "monte_carlo" and y.shape == self.f_mean.shape):
-            return self._drawn_log_prob(y)
-        # the predictive distribution of one y is that of E[y|f]: a categorical of its mean; with a closed-form link,
-        # independent bernoullis (their dependence through f, which is there with several outputs, is left out)
-        p = self.mean.clamp(torch.finfo(self.mean.dtype).tiny, 1)
-        if y.shape == self.f_mean.shape:
-            least = torch.finfo(p.dtype).eps / 2  # a probability that rounds to 1 does not make the other impossible
-            return torch.where(y.bool(), p.log(), torch.log1p(-p.clamp(max=1 - least))).sum(-1)
-        return p.log().gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
+        targets = flat_targets(self.f_mean, y)
+        self.likelihood.validate(flat_outputs(self.f_mean), targets)
+        if self._normal:
+            return normal.log_prob(self.likelihood, self.f_mean, self.covariance, self.joint, y)
+        if self.joint:
+            return self._joint_log_prob(y)
+        closed = self.outputs is None and resolve(self.likelihood, self.link) != "monte_carlo"
+        if closed:  # of independent outputs, though they depend on each other through f
+            out = self.likelihood.class_log_prob(self.mean.reshape(-1, self.mean.shape[-1]), targets)
+            return out.reshape(self.f_mean.shape[:-1])
+        parts = []
+        for index, some in self._nodes(self.f_mean.shape[-1] == 1):
+            mine = targets[index]
+            parts.append(some.log_average(self.likelihood.log_prob(some.f, mine.expand(len(some.f), *mine.shape))))
+        return torch.cat(parts).reshape(self.f_mean.shape[:-1])
+
+    # -- to look at -----------------------------------------------------------------------------------------------
+
+    def to_numpy(self) -> dict[str, Any]:
+        """Mean, std and their parts as NumPy arrays, by name; entropies too for classes."""
+        return show.to_numpy(self)
+
+    def plot(self, x: Any, data: Any = None, level: float = 0.95) -> Any:
+        """A matplotlib figure over inputs x (n, 1) or (n, 2): both kinds of band, and the data (X, y) if given."""
+        return plot.figure(self, x, data, level)
+
+    def __repr__(self) -> str:
+        return show.text(self)
+
+    def _repr_html_(self) -> str:
+        return show.html(self)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     @property
-    def _exact(self) -> bool:
-        return isinstance(self.likelihood, Gaussian) and self.outputs is None
+    def _normal(self) -> bool:
+        """Whether y is Gaussian, exactly or by the delta method."""
+        return self.outputs is None and resolve(self.likelihood, self.link) in ("exact", "delta")
 
     @property
-    def _classes(self) -> bool:
-        return isinstance(self.likelihood, (Bernoulli, Categorical))
+    def _by_line(self) -> bool:
+        """Whether a target's distribution is an integral over one output."""
+        return self.likelihood.elementwise or self.f_mean.shape[-1] == 1
+
+    @property
+    def _has_cdf(self) -> bool:
+        f = self.f_mean.reshape(-1, self.f_mean.shape[-1])[:1]
+        return self.likelihood.cdf(f, self.likelihood.mean(f)) is not None
+
+    def _check_classes(self) -> None:
+        if not self.likelihood.classes:
+            raise Unsupported(
+                f"entropies are for classes; a {self.likelihood.name} prediction has epistemic and aleatoric variances"
+            )
+
+    def _check_ordered(self) -> None:
+        if self.likelihood.classes:
+            raise Unsupported(f"a {self.likelihood.name} prediction is of classes, without order; use probs")
 
     def _blocks(self) -> tuple[tuple[int, ...], int]:
         """Independent Gaussian blocks of f: their batch shape and size."""
         c = self.f_mean.shape[-1]
         return ((), self.f_mean.numel()) if self.joint else (tuple(self.f_mean.shape[:-1]), c)
 
-    def _root(self) -> Tensor:
-        shape, dims = self._blocks()
-        return psd_root(self.covariance.to(torch.float64).reshape(*shape, dims, dims))
-
     def _colored(self, noise: Tensor) -> Tensor:
         """Standard normal (s, *shape, dims) turned into draws of f."""
-        draws = (self._root() @ noise.unsqueeze(-1)).squeeze(-1)
+        shape, dims = self._blocks()
+        root = psd_root(self.covariance.to(torch.float64).reshape(*shape, dims, dims))
+        draws = (root @ noise.unsqueeze(-1)).squeeze(-1)
         return self.f_mean + draws.reshape(len(noise), *self.f_mean.shape).to(self.f_mean)
 
-    def _quasi(self) -> Tensor:
-        shape, dims = self._blocks()
-        noise = quasi_normal(DRAWS, dims).to(self.f_mean.device)
-        return self._colored(noise.reshape(DRAWS, *[1] * len(shape), dims).expand(DRAWS, *shape, dims))
+    def _inside(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        """Draws of f with those that the likelihood cannot take drawn again."""
+        for _ in range(TRIES):
+            outside = ~self.likelihood.inside(f)  # (s, n, ...)
+            if not bool(outside.any()):
+                return f
+            if self.joint:
+                outside = outside.flatten(1).any(1).reshape(-1, *[1] * (outside.ndim - 1))
+            f = torch.where(outside.unsqueeze(-1), self.f_sample(len(f), generator), f)
+        raise InvalidValue(
+            f"{TRIES} draws of f gave none that {self.likelihood.name} can take; the posterior is too wide there for "
+            "draws: use link='auto'"
+        )
 
-    @cached_property
-    def _moments(self) -> dict[str, Tensor]:
-        """Mean, variance parts and expected entropy over draws of f, in chunks of inputs."""
+    def _nodes(self, by_line: bool) -> Iterator[tuple[slice, Nodes]]:
+        """Nodes of f for chunks of the inputs (with their positions), flattened to (N, c)."""
         c = self.f_mean.shape[-1]
         mean = self.f_mean.reshape(-1, c)
         outputs = None if self.outputs is None else self.outputs.reshape(len(self.outputs), -1, c)
-        cov = mean if outputs is not None else self.marginal.reshape(-1, c, c)
-        parts: list[dict[str, Tensor]] = []
-        size = max(1, CHUNK // (DRAWS * c))
+        cov = None if outputs is not None else self.marginal.reshape(-1, c, c)
+        size = max(1, CHUNK // (max(DRAWS, 0 if outputs is None else len(outputs)) * c))
         for start in range(0, len(mean), size):
             index = slice(start, start + size)
-            if outputs is None:
-                draws = Prediction(self.likelihood, mean[index], cov[index])._quasi()
-            else:  # no Gaussian is made of them: its check alone would hold outputs x outputs
-                draws = outputs[:, index]
-            parts.append(_moments(self.likelihood, draws))
+            if outputs is not None:
+                found = nodes.drawn(outputs[:, index])
+            else:
+                assert cov is not None
+                var = cov[index].diagonal(dim1=-2, dim2=-1)
+                found = nodes.line(mean[index], var) if by_line else nodes.cloud(mean[index], cov[index])
+            yield index, found.inside(self.likelihood)
+
+    @cached_property
+    def _moments(self) -> dict[str, Tensor]:
+        """Mean, variance parts and expected entropy over f, in chunks of inputs."""
+        parts = [_moments(self.likelihood, some) for _, some in self._nodes(self._by_line)]
         joined = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         return {k: v.reshape(*self.f_mean.shape[:-1], *v.shape[1:]) for k, v in joined.items()}
 
-    def _drawn_log_prob(self, y: Tensor) -> Tensor:
-        """log E_f p(y | f) of each input: outputs that are independent given f depend on each other through f."""
-        c = self.f_mean.shape[-1]
-        mean, cov, targets = self.f_mean.reshape(-1, c), self.marginal.reshape(-1, c, c), flat_targets(self.f_mean, y)
-        parts = []
-        size = max(1, CHUNK // (DRAWS * c))
-        for start in range(0, len(mean), size):
-            index = slice(start, start + size)
-            draws = Prediction(self.likelihood, mean[index], cov[index])._quasi()
-            mine = targets[index]
-            each = self.likelihood.log_prob(draws, mine.expand(len(draws), *mine.shape))
-            parts.append(torch.logsumexp(each, 0) - math.log(len(draws)))
-        return torch.cat(parts).reshape(self.f_mean.shape[:-1])
-
-    def _probabilities(self, p: Tensor) -> Tensor:
-        if not self._classes:
-            raise Unsupported(
-                f"entropies are for classes; a {self.likelihood.name} prediction has epistemic and aleatoric variances"
-            )
-        return p if self.likelihood.name == "categorical" else torch.stack([p, 1 - p], -1)
-
-    def _gaussian_log_prob(self, y: Tensor) -> Tensor:
-        shape, dims = self._blocks()
-        cov = self.covariance.to(torch.float64).reshape(*shape, dims, dims)
-        noise = self.likelihood.variance(self.f_mean).to(torch.float64).reshape(*shape, dims)
-        root = torch.linalg.cholesky(cov + torch.diag_embed(noise))
-        residual = (y - self.f_mean).to(torch.float64).reshape(*shape, dims, 1)
-        z = torch.linalg.solve_triangular(root, residual, upper=False).squeeze(-1)
-        half_logdet = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return -0.5 * z.square().sum(-1) - half_logdet - 0.5 * dims * math.log(2 * math.pi)
-
-    def __repr__(self) -> str:
-        n, c = self.f_mean.shape[0], self.f_mean.shape[-1]
-        head = f"Prediction({self.likelihood.name}, {n} inputs, {c} outputs{', joint' if self.joint else ''})"
-        rows = [f"  {'mean':>28}  {'std':>22}"]
-        for i in range(min(n, 5)):
-            rows.append(f"  {_short(self.mean[i]):>28}  {_short(self.std[i]):>22}")
-        return "\n".join([head, *rows, *(["  ..."] if n > 5 else [])])
+    def _joint_log_prob(self, y: Tensor) -> Tensor:
+        """log E_f Π_n p(y_n | f_n)."""
+        if self.outputs is not None:
+            f = self.outputs
+        else:
+            f = self._colored(quasi_normal(DRAWS, self._blocks()[1]).to(self.f_mean.device))
+        inside = self.likelihood.inside(f).flatten(1).all(1)
+        each = self.likelihood.log_prob(f[inside], y.expand(int(inside.sum()), *y.shape))
+        return torch.logsumexp(each.flatten(1).sum(1), 0) - math.log(len(each))
 
 
-def _moments(likelihood: Likelihood, f: Tensor) -> dict[str, Tensor]:
-    """Over draws f (s, n, c); the mean of squares is taken about the mean, so nothing cancels."""
-    means = likelihood.mean(f)
-    mean = means.mean(0)
-    out: dict[str, Any] = {
+def _diagonal_blocks(cov: Tensor, shape: torch.Size) -> Tensor:
+    """(n, ..., c, c) of (n, ..., c, n, ..., c)."""
+    c, rows = shape[-1], shape[:-1].numel()
+    blocks = cov.reshape(rows, c, rows, c).diagonal(dim1=0, dim2=2)  # (c, c, n)
+    return blocks.permute(2, 0, 1).reshape(*shape, c)
+
+
+def _moments(likelihood: Likelihood, some: Nodes) -> dict[str, Tensor]:
+    """Over nodes f (s, n, c); the mean of squares is taken about the mean, so nothing cancels."""
+    means = likelihood.mean(some.f)
+    mean = some.average(means)
+    out = {
         "mean": mean,
-        "epistemic": (means - mean).square().mean(0),
-        "aleatoric": likelihood.variance(f).mean(0),
+        "epistemic": some.average((means - mean).square()),
+        "aleatoric": some.average(likelihood.variance(some.f)),
     }
-    if isinstance(likelihood, (Bernoulli, Categorical)):
-        p = means if likelihood.name == "categorical" else torch.stack([means, 1 - means], -1)
-        out["entropy"] = _entropy(p).mean(0)
+    if likelihood.classes:
+        out["entropy"] = some.average(_entropy(likelihood.class_probs(means)))
     return out
 
 
 def _entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p).sum(-1)
-
-
-def _short(row: Tensor) -> str:
-    values = row.flatten()[:3].tolist()
-    return ", ".join(f"{v:.4g}" for v in values) + (", ..." if row.numel() > 3 else "")

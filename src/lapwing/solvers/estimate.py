@@ -10,7 +10,7 @@ logarithmic scale, on which a ratio's interval is made, that skewness is mostly 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Estimate:
     value: float
     standard_error: float
     interval: tuple[float, float]  # 90 %
-    samples: Tensor  # (k,), one a probe; empty where nothing is random
+    samples: Tensor = field(repr=False)  # (k,), one a probe; empty where nothing is random
 
     def __sub__(self, constant: float) -> Estimate:
         low, high = self.interval

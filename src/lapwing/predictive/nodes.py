@@ -1,0 +1,85 @@
+"""Expectations over the outputs f ~ N(μ, V), as weighted sums  E g(f) ≈ Σ_s w_s g(f_s),  always at the same z:
+
+    line     f_s = μ + √diag V · z_s, z_s an even grid over ±12: the trapezoidal rule, whose error for an analytic g
+             falls exponentially in the number of points. For g of one output at a time
+    cloud    f_s = μ + L z_s, L Lᵀ = V, z_s quasi-random points: with the full covariance
+    drawn    f_s draws of another kind, of equal weight
+
+Shapes: s nodes, n inputs, c outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.likelihoods import Likelihood
+from lapwing.predictive.link import DRAWS, psd_root, quasi_normal
+
+REACH, STEPS = 12, 16  # the line ends at ±REACH standard deviations, and has STEPS nodes in one
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    f: Tensor  # (s, n, c)
+    log_weight: Tensor  # (s, 1), or (s, n); sums to one over s
+
+    def average(self, values: Tensor) -> Tensor:
+        """Σ_s w_s g_s for values g (s, n, ...)."""
+        w = self.log_weight.exp()
+        return (values * w.reshape(*w.shape, *[1] * (values.ndim - 2))).sum(0)
+
+    def log_average(self, log_values: Tensor) -> Tensor:
+        """log Σ_s w_s exp(l_s) for l (s, n)."""
+        return torch.logsumexp(log_values + self.log_weight, 0)
+
+    def inside(self, likelihood: Likelihood) -> Nodes:
+        """Those at which f means something, weighted anew; it is said where some weight was outside."""
+        inside = likelihood.inside(self.f)  # (s, n)
+        if bool(inside.all()):
+            return self
+        log_weight = torch.where(inside, self.log_weight, -math.inf)
+        kept = torch.logsumexp(log_weight, 0)
+        if bool((kept == -math.inf).any()):
+            raise InvalidValue(
+                f"no draw of f is one that {likelihood.name} can take; the posterior is too wide there for draws: use "
+                "link='auto'"
+            )
+        warnings.warn(
+            f"up to {100 * float(1 - kept.exp().min()):.2g} % of the draws of f are outside of what {likelihood.name} "
+            "can take and are left out; link='auto' does not draw",
+            LapwingWarning,
+            stacklevel=4,
+        )
+        first = inside.to(torch.uint8).argmax(0)  # any that can be evaluated: its weight is zero
+        spare = self.f[first, torch.arange(len(first), device=first.device)]
+        return Nodes(torch.where(inside.unsqueeze(-1), self.f, spare), log_weight - kept)
+
+
+def line(mean: Tensor, var: Tensor) -> Nodes:
+    """For each output by itself: μ and variance (n, c)."""
+    z, log_weight = (t.to(mean) for t in _grid())
+    return Nodes(mean + var.clamp(min=0).sqrt() * z[:, None, None], log_weight[:, None])
+
+
+def cloud(mean: Tensor, cov: Tensor) -> Nodes:
+    """For all outputs of an input together: μ (n, c), V (n, c, c)."""
+    z = quasi_normal(DRAWS, mean.shape[-1]).to(mean.device)
+    away = torch.einsum("nab,sb->sna", psd_root(cov.to(torch.float64)), z)
+    return drawn(mean + away.to(mean))
+
+
+def drawn(f: Tensor) -> Nodes:
+    return Nodes(f, f.new_full((len(f), 1), -math.log(len(f))))
+
+
+@functools.cache
+def _grid() -> tuple[Tensor, Tensor]:
+    z = torch.linspace(-REACH, REACH, 2 * REACH * STEPS + 1, dtype=torch.float64)
+    return z, torch.log_softmax(-0.5 * z.square(), 0)

@@ -1,0 +1,60 @@
+"""A prediction in a terminal, in a notebook and as NumPy arrays: the first inputs, with the mean of y, its standard
+deviation, and the part of that which more data would remove, √epistemic."""
+
+from __future__ import annotations
+
+import html as escaping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lapwing.predictive.prediction import Prediction
+
+ROWS, COLUMNS = 5, 3  # shown
+
+
+def to_numpy(prediction: Prediction) -> dict[str, Any]:
+    names = ["mean", "std", "epistemic", "aleatoric", "total", "f_mean", "f_var"]
+    names += ["entropy", "expected_entropy", "mutual_information"] if prediction.likelihood.classes else []
+    return {name: getattr(prediction, name).detach().cpu().numpy() for name in names}
+
+
+def text(prediction: Prediction) -> str:
+    columns, rows = _table(prediction)
+    widths = [max(len(column), *(len(row[j]) for row in rows)) for j, column in enumerate(columns)]
+    lines = ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in [columns, *rows]]
+    return "\n".join([_head(prediction), *lines, *(["  ..."] if len(prediction.f_mean) > ROWS else [])])
+
+
+def html(prediction: Prediction) -> str:
+    columns, rows = _table(prediction)
+    more = [["…"] * len(columns)] if len(prediction.f_mean) > ROWS else []
+    head = "".join(f"<th>{escaping.escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escaping.escape(c)}</td>" for c in row) + "</tr>" for row in rows + more)
+    title = escaping.escape(_head(prediction))
+    return f"<p><code>{title}</code></p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _head(prediction: Prediction) -> str:
+    n, *positions, c = prediction.f_mean.shape
+    at = f" at {' × '.join(map(str, positions))} positions" if positions else ""
+    joint = ", joint" if prediction.joint else ""
+    return f"Prediction({prediction.likelihood.name}, {n} inputs, {c} outputs{at}{joint})"
+
+
+def _table(prediction: Prediction) -> tuple[list[str], list[list[str]]]:
+    few = _first(prediction)
+    parts = {"mean": few.mean, "std": few.std, "epistemic std": few.epistemic.sqrt()}
+    rows = [[_short(values[i]) for values in parts.values()] for i in range(len(few.f_mean))]
+    return list(parts), rows
+
+
+def _first(prediction: Prediction) -> Prediction:
+    """The prediction at the rows shown alone: no more is computed."""
+    return prediction if len(prediction.f_mean) <= ROWS else prediction[:ROWS]
+
+
+def _short(row: Tensor) -> str:
+    values = row.flatten()[:COLUMNS].tolist()
+    return ", ".join(f"{v:.4g}" for v in values) + (", ..." if row.numel() > COLUMNS else "")
