@@ -1,4 +1,4 @@
-"""Functions drawn from the posterior: the same function at every input, and together distributed as the posterior is."""
+"""Functions drawn from the posterior: the same function at every input, together distributed as the posterior is."""
 
 from __future__ import annotations
 

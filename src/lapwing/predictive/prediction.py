@@ -172,18 +172,14 @@ class Prediction:
         self._check_ordered()
         y = y.to(self.f_mean.device)
         if y.shape != self.mean.shape:
-            raise InvalidValue(
-                f"a distribution function is asked at one y a target, {tuple(self.mean.shape)}, got {tuple(y.shape)}"
-            )
+            raise InvalidValue(f"cdf takes one y for each target, {tuple(self.mean.shape)}, got {tuple(y.shape)}")
         if self._normal:
             return torch.special.ndtr((y - self.mean) / self.std)
         targets, parts = y.reshape(-1, y.shape[-1]), []
         for index, some in self._nodes(self._by_line):
             each = self.likelihood.cdf(some.f, targets[index].to(some.f))
             if each is None:
-                raise Unsupported(
-                    f"{self.likelihood.name} has no distribution function (its cdf); use quantile or sample"
-                )
+                raise Unsupported(f"{self.likelihood.name} has no distribution function cdf; use quantile or sample")
             parts.append(some.average(each))
         return torch.cat(parts).reshape(y.shape)
 
@@ -298,13 +294,18 @@ class Prediction:
             "draws: use link='auto'"
         )
 
-    def _nodes(self, by_line: bool) -> Iterator[tuple[slice, Nodes]]:
-        """Nodes of f for chunks of the inputs (with their positions), flattened to (N, c)."""
+    def _nodes(self, by_line: bool, sharp: bool = True) -> Iterator[tuple[slice, Nodes]]:
+        """Nodes of f for chunks of the inputs (with their positions), flattened to (N, c); sharp: to resolve p(y|f),
+        and not only its moments."""
         c = self.f_mean.shape[-1]
         mean = self.f_mean.reshape(-1, c)
         outputs = None if self.outputs is None else self.outputs.reshape(len(self.outputs), -1, c)
         cov = None if outputs is not None else self.marginal.reshape(-1, c, c)
-        size = max(1, CHUNK // (max(DRAWS, 0 if outputs is None else len(outputs)) * c))
+        steps = nodes.STEPS
+        if by_line and sharp and outputs is None:
+            steps = nodes.fine(self._moments["epistemic"], self._moments["aleatoric"])
+        count = max(DRAWS, 2 * nodes.REACH * steps) if outputs is None else len(outputs)
+        size = max(1, CHUNK // (count * c))
         for start in range(0, len(mean), size):
             index = slice(start, start + size)
             if outputs is not None:
@@ -312,13 +313,13 @@ class Prediction:
             else:
                 assert cov is not None
                 var = cov[index].diagonal(dim1=-2, dim2=-1)
-                found = nodes.line(mean[index], var) if by_line else nodes.cloud(mean[index], cov[index])
+                found = nodes.line(mean[index], var, steps) if by_line else nodes.cloud(mean[index], cov[index])
             yield index, found.inside(self.likelihood)
 
     @cached_property
     def _moments(self) -> dict[str, Tensor]:
         """Mean, variance parts and expected entropy over f, in chunks of inputs."""
-        parts = [_moments(self.likelihood, some) for _, some in self._nodes(self._by_line)]
+        parts = [_moments(self.likelihood, some) for _, some in self._nodes(self._by_line, sharp=False)]
         joined = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         return {k: v.reshape(*self.f_mean.shape[:-1], *v.shape[1:]) for k, v in joined.items()}
 
