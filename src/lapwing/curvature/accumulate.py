@@ -140,8 +140,9 @@ def accumulate(
         )
     journal = None
     if place is not None:
-        facts = identity(tangent, likelihood, factor, seen, generator, basis)
-        journal = place.opened(_pass_names(structure, basis), facts, tangent(seen.inputs), ranks)
+        one = tree.rows_of(seen.inputs, slice(0, 1)) if tangent.separable(seen.inputs) else seen.inputs
+        facts = identity(tangent, likelihood, factor, seen.n, one, generator, basis)
+        journal = place.opened(_pass_names(structure, basis), facts, tangent(one), ranks)
     if first is not None:
         if basis is None and journal is not None:
             empty = State(structure, factor, likelihood.kind, len(weights), tangent, {}, 0, {}, {})

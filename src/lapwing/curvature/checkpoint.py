@@ -203,7 +203,8 @@ def identity(
     tangent: TangentModel,
     likelihood: Likelihood,
     factor: Factor,
-    seen: Any,
+    n: int,
+    first: Any,
     generator: torch.Generator,
     basis: State | None,
 ) -> dict[str, Any]:
@@ -219,8 +220,8 @@ def identity(
         "the masks of parameters": tree.fingerprints(tangent.layout.masks),
         "the use of a forward= hook": tangent.custom_forward,
         **{f"the value of {name}": mark for name, mark in tangent.fingerprints().items()},
-        "the number of examples": seen.n,
-        "the first of the data": digest(seen.inputs),
+        "the number of examples": n,
+        "the first of the data": digest(first),
         "the state of the generator at the start": tree.fingerprints({"": generator.get_state()})[""],
         "the basis given": tree.fingerprints(given),
     }
