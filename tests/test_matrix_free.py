@@ -625,6 +625,15 @@ def test_solves_in_groups_of_columns_are_the_same() -> None:
     torch.testing.assert_close(groups.samples.z, whole.samples.z, atol=1e-9, rtol=1e-9)
 
 
+def test_a_budget_of_no_lanczos_vectors_gives_the_same_evidence() -> None:
+    R, a = double(60, 90, seed=0), torch.linspace(0.5, 3, 90, dtype=torch.float64)
+    whole, short = (held(R, a, memory_budget=budget).log_determinant for budget in (2**30, 1))
+    exact = float(torch.logdet(R.mT @ R + a.diag()))
+    assert abs(short.value - whole.value) < 0.1 * whole.standard_error  # groups of 4 probes stop at their own bars
+    assert abs(short.value - exact) < 5 * short.standard_error
+    assert torch.corrcoef(torch.stack([short.samples, whole.samples]))[0, 1] > 0.999
+
+
 def test_the_model_is_left_as_it_was_found() -> None:
     net, x, y, likelihood = classes(1)
     net.train()

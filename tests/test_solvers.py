@@ -216,6 +216,56 @@ def test_the_error_bar_of_slq_covers_the_truth(seed: int) -> None:
     assert estimate.samples.shape == (40,)
 
 
+@pytest.mark.parametrize("window", [2, 5])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_ghosts_share_the_weight_of_their_eigenvalue(seed: int, weighted: bool, window: int) -> None:
+    """Without reorthogonalization T has copies of eigenvalues; quadratures are those of the full form all the same."""
+    p = 60
+    spectrum = torch.cat([torch.linspace(1, 2, p - 3), torch.tensor([1e2, 1e3, 1e4])]).double()
+    vectors = torch.linalg.qr(normal(seed, p, p))[0]
+    k, m = (vectors * spectrum) @ vectors.mT, spd(seed + 20, p, 5.0) if weighted else torch.eye(p, dtype=torch.float64)
+    inner, solve = metric(m)
+    starts = torch.linalg.inv(torch.linalg.cholesky(m))[:7]
+    full, short = (Lanczos.start(lambda v: solve(v @ k), starts, inner, w) for w in (None, window))
+    for step in range(3 * p):
+        short.step()
+        if step < p:
+            full.step()
+    assert len(short.basis) == window
+    top = torch.linalg.eigvals(torch.linalg.solve(m, k)).real.max()
+    copies = (torch.linalg.eigvalsh(short.tridiagonal()) > 0.99 * top).sum(-1)
+    assert int(copies.min()) > 1
+    for f in (torch.log, torch.sqrt, torch.reciprocal):
+        torch.testing.assert_close(short.quadrature(f), full.quadrature(f), rtol=1e-8, atol=1e-8)
+
+
+def test_three_vectors_from_a_basis_of_probes_give_the_log_determinant() -> None:
+    p = 40
+    k = spd(4, p, 1e4)
+    run = Lanczos.start(lambda v: v @ k, torch.eye(p, dtype=torch.float64), window=2)
+    for _ in range(4 * p):
+        run.step()
+    torch.testing.assert_close(run.quadrature(torch.log).sum(), torch.logdet(k), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_three_vectors_give_the_estimate_of_the_full_form(seed: int) -> None:
+    p = 200
+    k, starts = spd(seed, p, 3e3), normal(seed, 12, p)
+    (full, _), (short, steps) = (slq(lambda v: v @ k, starts, torch.log, window=w) for w in (None, 2))
+    away = abs(short.value - full.value)
+    assert away < 0.02 * full.standard_error
+    assert abs(short.value - float(torch.logdet(k))) < 5 * short.standard_error
+    assert steps < p
+
+
+def test_a_quadrature_of_what_should_be_positive_and_is_not_is_named() -> None:
+    k = spd(0, 20) - 2 * torch.eye(20, dtype=torch.float64)
+    with pytest.raises(NotPositiveDefinite, match="the least is -"):
+        slq(lambda v: v @ k, normal(0, 8, 20), torch.log)
+
+
 def test_the_identity_takes_one_step_and_has_no_error() -> None:
     estimate, steps = slq(lambda v: v, normal(0, 8, 11), torch.log)
     assert steps == 1
@@ -236,6 +286,7 @@ def test_a_quadrature_that_has_not_settled_is_an_error() -> None:
         ("NaN", lambda: slq(lambda v: v * float("nan"), torch.ones(4, 3), torch.log)),
         ("at least 4 probes", lambda: slq(lambda v: v, torch.ones(3, 3), torch.log)),
         ("max_steps", lambda: slq(lambda v: v, torch.ones(4, 3), torch.log, max_steps=0)),
+        ("window of at least 2", lambda: slq(lambda v: v, torch.ones(4, 3), torch.log, window=1)),
     ],
 )
 def test_what_lanczos_cannot_take_is_said(match: str, call) -> None:

@@ -28,11 +28,13 @@ from lapwing.operators import linalg
 from lapwing.operators.diagonal import Diagonal
 from lapwing.solvers import Estimate, Solution, cg, slq
 from lapwing.solvers.estimate import FEWEST, mean_of
+from lapwing.solvers.lanczos import SHORT
 from lapwing.solvers.product import Product
 from lapwing.solvers.sgd import sgd
 
 VECTORS = 20  # of the size of the parameters that a solve holds for each column
-STEPS = 64  # of Lanczos, for which memory is planned
+STEPS = 64  # vectors that Lanczos keeps for each probe, where the memory budget has room for them
+WORK = 10  # others that it holds for each
 ROUND = 64  # minibatches of a round of SGD, at the least: whole passes
 
 
@@ -274,15 +276,18 @@ class Streamed:
 
     @cached_property
     def log_determinant(self) -> Estimate:
-        """log|M| at t = 1, by as many probes as there are samples."""
+        """log|M| at t = 1, by as many probes as there are samples, in groups that fit the memory budget; where not even
+        the Lanczos vectors of the fewest do, only the last ones are kept."""
         known = self.cache.get("logdet")
         if known is not None and known[0] == self.key:
             return known[1]
         self.reads()
         close, plan = self.close[0], self.plan
         starts = linalg.draw(close, max(FEWEST, plan.samples), torch.Generator().manual_seed(plan.seed + 2))
-        at_once = max(1, plan.memory_budget // (8 * STEPS * self.size))
+        room = plan.memory_budget // (8 * self.size)  # vectors
+        at_once = max(1, room // STEPS)
         groups = starts.tensor_split(max(1, min(len(starts) // FEWEST, -(-len(starts) // at_once))))
+        window = max(SHORT, room // len(groups[0]) - WORK)
 
         def step(v: Tensor) -> Tensor:
             return linalg.solve(close, self.gram(v) + self.d * v)
@@ -290,7 +295,7 @@ class Streamed:
         def inner(v: Tensor) -> Tensor:
             return linalg.mv(close, v)
 
-        found = [slq(step, some, lambda values: values.log(), inner, plan.max_steps)[0] for some in groups]
+        found = [slq(step, some, lambda values: values.log(), inner, plan.max_steps, window)[0] for some in groups]
         out = mean_of(torch.cat([one.samples for one in found]) + linalg.logdet(close))
         self.cache["logdet"] = self.key, out
         return out

@@ -6,8 +6,12 @@ spans  q, Lq, L²q, ...;  in the basis Q of that space, orthonormal in ⟨·,·�
     ⟨q₁, f(L) q₁⟩ ≈ e₁ᵀ f(T) e₁                      Gauss quadrature: exact for polynomials of degree 2m − 1
     tr f(L) = p · E⟨q, f(L) q⟩                       q uniform on the unit sphere of ⟨·,·⟩, or the mean over a basis
 
-Each new vector is made orthogonal to all earlier ones, twice. A column whose space is exhausted (breakdown) is exact,
-and frozen. Source: Golub and Meurant 2010; Ubaru, Chen and Saad 2017.
+Each new vector is made orthogonal to the last `window` ones, twice: to all of them unless told, or in the memory of a
+few, two at the least (the recursion of three terms). Rounding then makes Q lose its orthogonality once an eigenvalue is
+found, and T has copies of it, ghosts; but the weights of an eigenvalue's copies sum to its own, for T is that of exact
+Lanczos on a larger matrix whose eigenvalues lie in tiny intervals about those of L (Greenbaum 1989). So the quadrature
+is as good, only later. A column whose space is exhausted (breakdown) is exact, and frozen. Source: Golub and Meurant
+2010; Ubaru, Chen and Saad 2017.
 """
 
 from __future__ import annotations
@@ -18,37 +22,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue, NotConverged
+from lapwing.errors import InvalidValue, NotConverged, NotPositiveDefinite
 from lapwing.solvers.estimate import Estimate, mean_of
 from lapwing.solvers.product import Product, product, steady
 
 BREAKDOWN = 1e-12  # length of a new direction, of the largest entry of T, that counts as none
-SETTLED = 0.01  # standard errors by which a quadrature may still move, twice in a row
+SETTLED = 0.02  # standard errors by which a quadrature may have moved in its last quarter of steps
+SHORT = 2  # vectors of the recursion of three terms, beside the new one
 
 
 @dataclass
 class Lanczos:
-    """The recursion, a step at a time: grows the basis q (m of (k, p)) and the entries of T (k, m)."""
+    """The recursion, a step at a time: grows the basis q (m of (k, p), the last `window` kept) and T's entries (k, m)."""
 
     mv: Product  # L
     inner: Product  # M
+    window: int | None  # vectors that a new one is made orthogonal to; None is all
     basis: list[Tensor]
     alpha: list[Tensor]  # (k,) each: the diagonal of T
     beta: list[Tensor]  # (k,) each: beside it; the last one leads to the next vector
     alive: Tensor  # (k,): not broken down
 
     @classmethod
-    def start(cls, mv: Product, starts: Tensor, inner: Product | None = None) -> Lanczos:
+    def start(cls, mv: Product, starts: Tensor, inner: Product | None = None, window: int | None = None) -> Lanczos:
         inner = inner or (lambda v: v)
+        if window is not None and window < SHORT:
+            raise InvalidValue(f"Lanczos needs a window of at least {SHORT} vectors, got {window}")
         if starts.ndim != 2 or not torch.isfinite(starts).all():
             raise InvalidValue(f"start vectors must be finite, of shape (k, p); got shape {tuple(starts.shape)}")
         starts = starts.to(torch.float64)
         length = (starts * inner(starts)).sum(-1, keepdim=True).sqrt()
         if not bool((length > 0).all()):
             raise InvalidValue("start vectors must be longer than zero in an inner product that is positive definite")
-        return cls(
-            mv, inner, [starts / length], [], [], torch.ones(len(starts), dtype=torch.bool, device=starts.device)
-        )
+        alive = torch.ones(len(starts), dtype=torch.bool, device=starts.device)
+        return cls(mv, inner, window, [starts / length], [], [], alive)
 
     def step(self) -> None:
         q = self.basis[-1]
@@ -69,6 +76,8 @@ class Lanczos:
         self.alive = self.alive & (beta > BREAKDOWN * size)
         self.beta.append(torch.where(self.alive, beta, 0))
         self.basis.append(torch.where(self.alive.unsqueeze(-1), w / beta.clamp(min=1e-300).unsqueeze(-1), 0))
+        if self.window is not None:
+            del self.basis[: -self.window]
 
     def tridiagonal(self) -> Tensor:
         """T, (k, m, m)."""
@@ -113,27 +122,43 @@ def slq(
     function: Callable[[Tensor], Tensor],
     inner: Product | None = None,
     max_steps: int = 300,
+    window: int | None = None,
 ) -> tuple[Estimate, int]:
     """tr f(L) from starts (k, p), and the number of steps (products with L) that it took.
 
-    It stops when no column has anything left (exact), or when two steps in a row moved the mean by at most a hundredth
-    of its standard error, the error of the quadrature being then small beside that of the probes. A matrix that changes
-    between products is an error.
+    It stops when no column has anything left (exact), or when the last quarter of its steps, two at the least, moved the
+    mean by at most a fiftieth of its standard error: what is left is then small beside the error of the probes, even if
+    it falls no faster than the inverse of the steps. A matrix that changes between products is an error.
     """
     if max_steps < 1:
         raise InvalidValue(f"max_steps must be at least 1, got {max_steps}")
     p = starts.shape[-1]
-    run = Lanczos.start(steady(mv), starts, inner)
+    run = Lanczos.start(steady(mv), starts, inner, window)
     means: list[float] = []
     for step in range(1, max_steps + 1):
         run.step()
-        estimate = mean_of(p * run.quadrature(function))
+        estimate = mean_of(p * _finite(run, function))
         means.append(estimate.value)
-        near = SETTLED * estimate.standard_error
-        settled = len(means) > 2 and max(abs(means[-1] - means[-2]), abs(means[-2] - means[-3])) <= near
-        if settled or not bool(run.alive.any()) or step == p:
+        late = means[-max(2, step // 4) - 1 :]
+        moved = max(late) - min(late)
+        settled = step > 2 and moved <= SETTLED * estimate.standard_error
+        whole = step == p and len(run.basis) > p  # a basis of all there is
+        if settled or whole or not bool(run.alive.any()):
             return estimate, step
     raise NotConverged(
-        f"Lanczos quadrature still moves by {abs(means[-1] - means[-2]):.3g} a step after {max_steps} steps (standard "
-        f"error {estimate.standard_error:.3g}); allow more steps, or use a closer inner product (preconditioner)"
+        f"Lanczos quadrature still moves by {moved:.3g} in its last quarter of {max_steps} steps (standard error "
+        f"{estimate.standard_error:.3g}); allow more steps, or use a closer inner product (preconditioner)"
     )
+
+
+def _finite(run: Lanczos, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """The quadrature, where f is defined at the eigenvalues of T."""
+    found = run.quadrature(function)
+    if not bool(torch.isfinite(found).all()):
+        least = float(torch.linalg.eigvalsh(run.tridiagonal()).min())
+        raise NotPositiveDefinite(
+            f"the function is not finite at an eigenvalue that Lanczos found; the least is {least:.3g}. Where the matrix "
+            "should be positive definite, products are too coarse: use a larger prior precision, a closer "
+            "preconditioner, or a network in float64"
+        )
+    return found
