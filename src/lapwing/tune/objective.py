@@ -113,7 +113,10 @@ class Quadratic(torch.autograd.Function):
     def forward(ctx: Any, weights: tuple[Tensor, ...], *gaps: Tensor) -> Tensor:
         ctx.a = weights
         ctx.save_for_backward(*gaps)
-        terms = [(a * d).reshape(-1).dot(d.reshape(-1)) for a, d in zip(weights, gaps, strict=True)]
+        terms = []
+        for a, d in zip(weights, gaps, strict=True):
+            flat = d.reshape(-1)
+            terms.append(a * flat.dot(flat) if a.ndim == 0 else (a * d).reshape(-1).dot(flat))
         return torch.stack(terms).sum() / 2
 
     @staticmethod
