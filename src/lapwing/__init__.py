@@ -2,7 +2,9 @@
 the evidence picks."""
 
 from lapwing import (
+    conformal,
     curvature,
+    distributed,
     errors,
     gp,
     likelihoods,
@@ -34,7 +36,9 @@ __all__ = [
     "accumulate",
     "compare",
     "condition",
+    "conformal",
     "curvature",
+    "distributed",
     "doctor",
     "errors",
     "from_state",

@@ -52,6 +52,8 @@ LIKELIHOODS = {
     "categorical": likelihoods.Categorical,
     "bernoulli": likelihoods.Bernoulli,
     "heteroscedastic": likelihoods.HeteroscedasticGaussian,
+    "poisson": likelihoods.Poisson,
+    "bradley_terry": likelihoods.BradleyTerry,
 }
 
 

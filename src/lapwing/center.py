@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.products import curvature_trace, output_curvature
 from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import differing
+from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue, NotConverged, Unsupported
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal, linalg
@@ -75,7 +77,9 @@ class Center:
 
 @dataclass(frozen=True, eq=False)
 class Jacobian:
-    """J of all the data at once: outputs and targets in memory, J itself as rows where they fit, else by passes."""
+    """J of all the data at once: outputs and targets in memory, J itself as rows where they fit, else by passes.
+
+    Of data spread over ranks, each rank has its own rows of f and of J v; sums over rows are sums over ranks."""
 
     tangent: TangentModel
     batches: Iterable[Any]
@@ -90,6 +94,19 @@ class Jacobian:
         return self.counter["passes"]
 
     @property
+    def ranks(self) -> Ranks:
+        return loading.ranks_of(self.batches)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """m·c of each rank."""
+        return self.ranks.gather(self.f.numel(), "the number of outputs")
+
+    def total(self, *sums: Tensor) -> list[Tensor]:
+        """Sums over this rank's rows as sums over all."""
+        return self.ranks.total(sums, "the tangent map")
+
+    @property
     def eps(self) -> float:
         """Of the numbers that products with J are made in."""
         return torch.finfo(torch.float64 if self.rows is not None else self.tangent.dtype).eps
@@ -98,24 +115,36 @@ class Jacobian:
         """J v, (p,) -> (m, c)."""
         if self.rows is not None:
             return (self.rows @ v).reshape(self.f.shape)
-        return torch.cat([self._push(x, v) for x, _, _ in self._each()])
+        v = self.ranks.same(v, "directions of the tangent map")
+        with self.ranks.told("a pass of the tangent map"):
+            return torch.cat([self.f[:0], *(self._push(x, v) for x, _, _ in self._each())])
 
     def pull(self, u: Tensor) -> Tensor:
         """Jᵀu, (m, c) -> (p,)."""
         if self.rows is not None:
-            return u.reshape(-1) @ self.rows
-        return torch.stack([self._pull(x, u[index], shape) for x, index, shape in self._each()]).sum(0)
+            return self.total(u.reshape(-1) @ self.rows)[0]
+        pulled = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
+        with self.ranks.told("a pass of the tangent map"):
+            for x, index, shape in self._each():
+                pulled += self._pull(x, u[index], shape)
+        return self.total(pulled)[0]
+
+    def statistics(self, likelihood: Likelihood, z: Tensor, state: State) -> dict[str, Tensor]:
+        """The likelihood's sums at outputs z, (m, c)."""
+        none = {key: torch.zeros_like(value) for key, value in state.statistics.items()}
+        return self.ranks.totals(likelihood.statistics(z, self.y) if len(z) else none, "statistics")
 
     def column_squares(self, probes: int = 4) -> Tensor:
         """diag JᵀJ, (p,): exactly from rows, else an estimate with random signs, E(Jᵀε)² = diag JᵀJ."""
         if self.rows is not None:
-            return torch.einsum("rp,rp->p", self.rows, self.rows)
-        generator = torch.Generator().manual_seed(0)
-        total = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
-        for x, _, shape in self._each():
-            signs = torch.randint(0, 2, (probes, *shape), generator=generator).to(self.f) * 2 - 1
-            total += self.tangent.vjps(x, signs).to(total).square().mean(0)
-        return total
+            return self.total(torch.einsum("rp,rp->p", self.rows, self.rows))[0]
+        generator = self.ranks.own(torch.Generator().manual_seed(0))
+        squares = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
+        with self.ranks.told("a pass of the tangent map"):
+            for x, _, shape in self._each():
+                signs = torch.randint(0, 2, (probes, *shape), generator=generator).to(self.f) * 2 - 1
+                squares += self.tangent.vjps(x, signs).to(squares).square().mean(0)
+        return self.total(squares)[0]
 
     def _push(self, x: Any, v: Tensor) -> Tensor:
         out = self.tangent.jvps(x, v.unsqueeze(0))[1][0].detach()
@@ -156,39 +185,43 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
     ys: list[Tensor] = []
     rows: list[Tensor] = []
     shapes: list[torch.Size] = []
-    held, maker = False, None
-    for x, y in loading.passes(batches, tangent.device, label="tangent map"):
-        if maker is None:
-            maker = RowMaker(tangent, cover(tangent, x))
-        record = maker.run(x)
-        f = record.f.detach()
-        if not fs:
-            every = state.n * f[0].numel()
-            size = 8 * every * tangent.layout.size
-            # a product with rows reads them all; past a size, a run of the network, which has c of them, is quicker
-            held = size <= memory_budget // 2 and size * f.shape[-1] <= ROWS
-            if 48 * every > memory_budget:
-                raise InvalidValue(
-                    f"the tangent center keeps outputs of all data in memory, {state.n} x {f[0].numel()} several "
-                    "times, which is past memory_budget; raise it, or use center='map'"
-                )
-        if held:
-            pieces = maker.rows(record, x, _units(f), memory_budget // 8)
-            rows += [piece.reshape(-1, tangent.layout.size).to(torch.float64) for piece in pieces]
-        fs.append(flat_outputs(f).to(torch.float64))
-        ys.append(flat_targets(f, y))
-        shapes.append(f.shape)
-    jacobian = Jacobian(
-        tangent, batches, torch.cat(fs), torch.cat(ys), tuple(shapes), torch.cat(rows) if held else None
-    )
+    held, maker, ranks = False, None, loading.ranks_of(batches)
+    with ranks.told("reading the data for the tangent map"):
+        for x, y in loading.passes(batches, tangent.device, label="tangent map"):
+            if maker is None:
+                maker = RowMaker(tangent, cover(tangent, x))
+            record = maker.run(x)
+            f = record.f.detach()
+            if not fs:
+                every = state.n * f[0].numel()
+                size = 8 * every * tangent.layout.size
+                # a product with rows reads them all; past a size, a run of the network, which has c of them, is quicker
+                held = size <= memory_budget // 2 and size * f.shape[-1] <= ROWS
+                if 48 * every > memory_budget * ranks.size:
+                    raise InvalidValue(
+                        f"the tangent center keeps outputs of all data in memory, {state.n} x {f[0].numel()} several "
+                        "times, which is past memory_budget; raise it, or use center='map'"
+                    )
+            if held:
+                pieces = maker.rows(record, x, _units(f), memory_budget // 8)
+                rows += [piece.reshape(-1, tangent.layout.size).to(torch.float64) for piece in pieces]
+            fs.append(flat_outputs(f).to(torch.float64))
+            ys.append(flat_targets(f, y))
+            shapes.append(f.shape)
+    mine = (fs[0][:0], ys[0][:0], held) if fs else None
+    no_f, no_y, held = ranks.first(mine, "the shapes of outputs and targets")  # a rank without data has none
+    outputs, targets = torch.cat([no_f.to(tangent.device), *fs]), torch.cat([no_y.to(tangent.device), *ys])
+    found = torch.cat([outputs.new_zeros(0, tangent.layout.size), *rows]) if held else None
+    jacobian = Jacobian(tangent, batches, outputs, targets, tuple(shapes), found)
     jacobian.counter["passes"] += 1
     _check_same(state, likelihood, jacobian)
     return jacobian
 
 
 def _check_same(state: State, likelihood: Likelihood, jacobian: Jacobian) -> None:
-    n = sum(shape[0] for shape in jacobian.shapes)
-    apart = differing(likelihood.statistics(jacobian.f, jacobian.y), state.statistics)
+    ranks = jacobian.ranks
+    n = ranks.count(sum(shape[0] for shape in jacobian.shapes), "the number of examples")
+    apart = differing(jacobian.statistics(likelihood, jacobian.f, state), state.statistics)
     if n != state.n or apart:
         what = f"{n} examples, not {state.n}" if n != state.n else f"another {apart} of the network's outputs"
         raise InvalidValue(
@@ -228,16 +261,11 @@ class Objective:
         """Of the log joint density, uphill: Jᵀ score − A(v − m)."""
         return pulled - self.a * (v - self.m)
 
-    def value(self, v: Tensor, z: Tensor) -> float:
-        """The log joint density, without the prior's constant; NaN beyond the likelihood's domain."""
-        fit = self.likelihood.log_prob(z, self.jacobian.y).sum()
-        return float(fit - 0.5 * (self.a * (v - self.m).square()).sum())
-
     @property
     def affordable(self) -> bool:
         """Whether the Hessian can be had, and factorized."""
         rows = self.jacobian.rows
-        return rows is not None and min(rows.shape) <= SIDE
+        return rows is not None and min(sum(self.jacobian.counts), rows.shape[1]) <= SIDE
 
     def root(self, z: Tensor) -> Any:
         """Σ J_nᵀ Λ(z_n) J_n from the rows of J, as an operator."""
@@ -245,9 +273,10 @@ class Objective:
         assert rows is not None
         root = self.likelihood.hessian_root(z) * self.weights.sqrt()  # (m, c, q)
         r = torch.einsum("mcq,mcp->mqp", root, rows.reshape(*z.shape, -1)).flatten(0, 1)
-        if len(r) < r.shape[1]:
+        if sum(self.jacobian.counts) < r.shape[1]:
+            r = torch.cat(self.jacobian.ranks.joined([r], "rows of the Hessian"))
             return RootPlusDiagonal(HeldRows(r), Diagonal(r.new_ones(1), len(r)))
-        return Dense(r.mT @ r)
+        return Dense(self.jacobian.total(r.mT @ r)[0])
 
     def size(self, v: Tensor) -> float:
         """max(1, ‖v − m‖_A), what a residual is relative to: √γ at the precision that the evidence picks."""
@@ -258,6 +287,7 @@ class Objective:
         jacobian = self.jacobian
         reach = torch.stack([z, jacobian.f])
         loss = (reach * torch.stack([output_curvature(self.likelihood, z, one.unsqueeze(0))[0] for one in reach])).sum()
+        (loss,) = jacobian.total(loss)
         return ROUNDING * jacobian.eps * (float(loss.clamp(min=0).sqrt()) / self.size(v) + 1)
 
 
@@ -270,18 +300,20 @@ class Space:
 
     directions: Tensor  # (k, p)
     images: Tensor  # (k, m, c)
+    most: int  # directions that are kept
 
     @classmethod
-    def empty(cls, v: Tensor, z: Tensor) -> Space:
-        return cls(v.new_zeros(0, *v.shape), z.new_zeros(0, *z.shape))
+    def empty(cls, v: Tensor, z: Tensor, jacobian: Jacobian) -> Space:
+        most = min(KEPT, max(2, ROOM // (8 * (v.numel() + max(jacobian.counts)))))
+        return cls(v.new_zeros(0, *v.shape), z.new_zeros(0, *z.shape), most)
 
     def plus(self, d: Tensor, jd: Tensor) -> Space:
         """With one more, and without the oldest where there are too many."""
-        most = min(KEPT, max(2, ROOM // (8 * (d.numel() + jd.numel()))))
-        first, length = max(0, len(self.directions) + 1 - most), d.norm()
+        first, length = max(0, len(self.directions) + 1 - self.most), d.norm()
         return Space(
             torch.cat([self.directions[first:], (d / length).unsqueeze(0)]),
             torch.cat([self.images[first:], (jd / length).unsqueeze(0)]),
+            self.most,
         )
 
     def lowest(self, objective: Objective, v: Tensor, z: Tensor, tolerance: float) -> tuple[Tensor, Tensor] | None:
@@ -292,8 +324,9 @@ class Space:
         prior = (self.directions * objective.a) @ self.directions.mT
         for _ in range(NEWTON if len(images) else 0):
             pushed = output_curvature(objective.likelihood, z, self.images).flatten(1)
-            slope = images @ objective.score(z).flatten() - self.directions @ (objective.a * (v - objective.m))
-            alpha = _semidefinite_solve(pushed @ images.mT + prior, slope)
+            curved, slope = objective.jacobian.total(pushed @ images.mT, images @ objective.score(z).flatten())
+            slope = slope - self.directions @ (objective.a * (v - objective.m))
+            alpha = _semidefinite_solve(curved + prior, slope)
             if not float(alpha @ slope) > (0.1 * tolerance * objective.size(v)) ** 2:
                 break
             d, jd = self.at(alpha)
@@ -342,7 +375,7 @@ def tangent_map(
     theta, made = state.tangent.theta.to(torch.float64), jacobian.passes
     v = theta if start is None else start.vector
     z = _outputs(jacobian, start, v, theta)
-    space = Space.empty(v, z) if start is None or start.space is None else start.space
+    space = Space.empty(v, z, jacobian) if start is None or start.space is None else start.space
     away = space.lowest(objective, v, z, tolerance)
     if away is not None:
         v, z, start = v + away[0], z + away[1], None
@@ -364,7 +397,7 @@ def tangent_map(
         space = space.plus(*away)
         v, z = v + away[0], z + away[1]
         pulled = jacobian.pull(objective.score(z))
-        ratio = _stretch(likelihood, z, jacobian.f)
+        ratio = _stretch(likelihood, z, jacobian)
         if not 0.5 < ratio / stretch < 2:  # worth a factorization
             stretch = ratio
             objective = replace(objective, precision=linalg.shift(stretched(structure, stretch), a))
@@ -376,7 +409,7 @@ def tangent_map(
             f"{tolerance:.3g}; use a structure closer to the full curvature ('kron' for 'diag', 'full' for 'kron'), a "
             "larger prior precision or noise, a network in float64, or center='map'"
         )
-    statistics = likelihood.statistics(z, jacobian.y)
+    statistics = jacobian.statistics(likelihood, z, state)
     passes = jacobian.passes - made
     return Center(v, statistics, step, residual, passes, z, pulled, objective.weights, stretch, space, rounding)
 
@@ -386,11 +419,12 @@ def stretched(structure: Any, stretch: float) -> Any:
     return structure if stretch == 1 else linalg.scale(structure, torch.tensor(stretch, dtype=torch.float64))
 
 
-def _stretch(likelihood: Likelihood, z: Tensor, f: Tensor) -> float:
+def _stretch(likelihood: Likelihood, z: Tensor, jacobian: Jacobian) -> float:
     """tr Λ(z) / tr Λ(f), summed over data: Ĝ was taken at f, where a confident network has next to no curvature."""
     if likelihood.quadratic:
         return 1.0
-    here, there = (curvature_trace(likelihood, outputs) for outputs in (z, f))
+    traces = [curvature_trace(likelihood, outputs) for outputs in (z, jacobian.f)]
+    here, there = jacobian.total(torch.tensor(traces, dtype=torch.float64))[0].tolist()
     return min(max(here / there, 1e-6), 1e6) if there > 0 else 1.0
 
 
@@ -421,18 +455,21 @@ def _step_length(objective: Objective, v: Tensor, z: Tensor, d: Tensor, jd: Tens
     """t along d. The slope of a convex objective is monotone in t: the search is for where it is nearly zero, first at
     t = 1, and takes a t short of the minimum, or beyond it by little and with a gain."""
 
-    def slope(t: float) -> float:
-        prior = (objective.a * (v + t * d - objective.m) * d).sum()
-        out = float(prior - (objective.score(z + t * jd) * jd).sum())
-        return out if objective.value(v + t * d, z + t * jd) > -float("inf") else float("nan")
+    def look(t: float) -> tuple[float, float]:
+        """The slope, NaN beyond the likelihood's domain, and the value."""
+        there, outputs = v + t * d - objective.m, z + t * jd
+        score = (objective.score(outputs) * jd).sum()
+        score, fit = objective.jacobian.total(score, objective.likelihood.log_prob(outputs, objective.jacobian.y).sum())
+        value = float(fit - 0.5 * (objective.a * there.square()).sum())
+        return float((objective.a * there * d).sum() - score) if value > -float("inf") else float("nan"), value
 
-    at_zero, here = -slope(0.0), objective.value(v, z)
-    low, high, t = 0.0, float("inf"), 1.0
+    start, here = look(0.0)
+    at_zero, low, high, t = -start, 0.0, float("inf"), 1.0
     for _ in range(100):
-        now = slope(t)
+        now, value = look(t)
         if -0.5 * at_zero <= now <= 0:
             break
-        if 0 < now <= 0.1 * at_zero and objective.value(v + t * d, z + t * jd) >= here - 1e-12 * abs(here):
+        if 0 < now <= 0.1 * at_zero and value >= here - 1e-12 * abs(here):
             break
         low, high = (t, high) if now < 0 else (low, t)  # NaN, beyond the likelihood's domain, is too far
         t = 2 * t if high == float("inf") else 0.5 * (low + high)

@@ -24,6 +24,7 @@ from lapwing.curvature import Diagonal, State, accumulate, probe
 from lapwing.curvature.accumulate import flat_outputs
 from lapwing.curvature.layered import LayeredSum
 from lapwing.curvature.products import gauss_newton
+from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
@@ -126,6 +127,11 @@ class Reader:
     batches: Any
     progress: bool
     passes: int = field(default=0)
+    n: int = 0  # examples in the last pass, on this rank
+
+    @property
+    def ranks(self) -> Ranks:
+        return loading.ranks_of(self.batches)
 
     def product(self, v: Tensor) -> Tensor:
         """(G + A) v."""
@@ -134,12 +140,16 @@ class Reader:
         return gv + linalg.mv(self.prior.operator(), v)
 
     def each(self, label: str) -> Any:
-        """One pass, checked to be over as many examples as were fitted."""
+        """One pass over this rank's data."""
         self.passes += 1
-        n = 0
+        self.n = 0
         for x, y in loading.passes(self.batches, self.state.tangent.device, self.progress, label):
-            n += len(y)
+            self.n += len(y)
             yield x, y
+
+    def check(self) -> None:
+        """Raise unless the last pass was over as many examples as were fitted."""
+        n = self.ranks.count(self.n, "the number of examples")
         if n != self.state.n:
             raise InvalidValue(
                 f"the curvature was summed over {self.state.n} examples and the data hold {n}; "
@@ -164,7 +174,7 @@ def certify(
     if not isinstance(n_probes, int) or n_probes < FEWEST:
         raise InvalidValue(f"n_probes must be a whole number, at least {FEWEST}; got {n_probes!r}")
     generator = generator or torch.Generator().manual_seed(0)
-    reader = Reader(state, prior, likelihood, loading.as_batches(data), progress)
+    reader = Reader(state, prior, likelihood, loading.as_batches(data, sharded=True), progress)
     precision = condition(state, prior, likelihood).precision
     pulled = _pulled(reader, n_probes, generator)  # first: it checks the data
     if not bool(pulled.any()):
@@ -186,15 +196,18 @@ def _trace(reader: Reader, k: int, generator: torch.Generator, budget: int, exac
         true = accumulate(structure, tangent, likelihood, reader.batches, "exact", progress=reader.progress, seen=seen)
         return exactly(own / float(_sum_diagonal(curvature(true, likelihood))))
     sums = LayeredSum(tangent, structure.parts(tangent, seen.inputs), k, structure)  # each probe kept apart
-    column = torch.arange(k, device=tangent.device)
-    for x, y in reader.each("trace"):
-        f = sums.forward(x)
-        root = likelihood.hessian_root(flat_outputs(f))  # (m, c, q)
-        weights = likelihood.curvature_weights("exact").to(root).sqrt()
-        signs = _signs((k, len(root), root.shape[-1]), generator, root) * weights
-        u = torch.einsum("mcq,kmq->kmc", root, signs).reshape(k, *f.shape).transpose(0, 1)
-        sums.observe(x, y, f, u, column)
+    column, own_signs = torch.arange(k, device=tangent.device), reader.ranks.own(generator)
+    with reader.ranks.told("the trace"):
+        for x, y in reader.each("trace"):
+            f = sums.forward(x)
+            root = likelihood.hessian_root(flat_outputs(f))  # (m, c, q)
+            weights = likelihood.curvature_weights("exact").to(root).sqrt()
+            signs = _signs((k, len(root), root.shape[-1]), own_signs, root) * weights
+            u = torch.einsum("mcq,kmq->kmc", root, signs).reshape(k, *f.shape).transpose(0, 1)
+            sums.observe(x, y, f, u, column)
+    reader.check()
     traces = torch.stack([total.sum(-1) for total in sums.finish()[0].values()]).sum(0)  # (k,)
+    (traces,) = reader.ranks.total([traces], "the trace")
     return ratio_of(torch.full_like(traces, own), traces)
 
 
@@ -222,10 +235,13 @@ def _pulled(reader: Reader, k: int, generator: torch.Generator) -> Tensor:
     """j = Σ_n J_nᵀu_n for k vectors of signs over all outputs, (k, p)."""
     tangent = reader.state.tangent
     total = torch.zeros(k, tangent.layout.size, dtype=torch.float64, device=tangent.device)
-    for x, _ in reader.each("predictions"):
-        f = tangent(x)
-        total += tangent.vjps(x, _signs((k, *f.shape), generator, f)).to(total)
-    return total
+    own = reader.ranks.own(generator)
+    with reader.ranks.told("vectors of signs"):
+        for x, _ in reader.each("predictions"):
+            f = tangent(x)
+            total += tangent.vjps(x, _signs((k, *f.shape), own, f)).to(total)
+    reader.check()
+    return reader.ranks.total([total], "vectors of signs")[0]
 
 
 def _variance(reader: Reader, precision: Any, pulled: Tensor) -> tuple[Estimate, float]:

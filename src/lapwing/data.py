@@ -23,7 +23,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from lapwing import tree
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.distributed import ALONE, Ranks, Shard
+from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
 
 BATCH = 256  # examples a batch where the user gives whole tensors or a Dataset
 
@@ -59,11 +60,23 @@ class Joined:
         return itertools.chain.from_iterable(self.parts)
 
 
-def as_batches(data: Any) -> Iterable[Any]:
+def ranks_of(batches: Any) -> Ranks:
+    """The processes that hold a shard of these data each."""
+    if isinstance(batches, Joined):
+        return next((ranks for part in batches.parts if not (ranks := ranks_of(part)).alone), ALONE)
+    return batches.ranks if isinstance(batches, Shard) else ALONE
+
+
+def as_batches(data: Any, sharded: bool = False) -> Iterable[Any]:
     """Make batches from a DataLoader, a Dataset, a pair (X, y), or any re-iterable of batches.
 
     A pair is a tuple whose X may be any tree of tensors; a list is a list of batches, unless it holds two tensors.
+    sharded: whether the caller can read data of which this process holds a Shard.
     """
+    if isinstance(data, Shard):
+        if not sharded:
+            raise Unsupported("this reads the data in one process, and got a Shard of them; give all the data")
+        return Shard(as_batches(data.batches), data.ranks)
     two = isinstance(data, (tuple, list)) and len(data) == 2
     if two and (isinstance(data, tuple) or isinstance(data[0], (Tensor, np.ndarray))):
         inputs, targets = (_as_tensors(part) for part in data)
@@ -127,6 +140,7 @@ def _warn_dropped(loader: DataLoader) -> None:
 
 def dropped(loader: Any) -> int:
     """How many examples a DataLoader leaves out because of drop_last."""
+    loader = loader.batches if isinstance(loader, Shard) else loader
     sampler = getattr(loader, "batch_sampler", None)  # the loader's own, or one that the user made
     if not isinstance(loader, DataLoader) or not getattr(sampler, "drop_last", False):
         return 0
@@ -135,7 +149,8 @@ def dropped(loader: Any) -> int:
 
 
 def examples(batches: Iterable[Any]) -> int | None:
-    """The number of examples, where it can be told without a pass; else None."""
+    """The number of examples (of a shard, its own), where it can be told without a pass; else None."""
+    batches = batches.batches if isinstance(batches, Shard) else batches
     if isinstance(batches, TensorBatches):
         return batches.n
     if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
@@ -195,11 +210,23 @@ def passes(
         if not tree.tensors(targets) or tree.batch_size(targets):  # an empty batch says nothing
             seen = True
             yield tuple(tree.map_tensors(lambda t: t.to(device), part) for part in (inputs, targets))
-    if not seen:
+    if not seen and ranks_of(batches).alone:
         raise InvalidValue("the data hold no batch; give at least one example")
 
 
+def first_inputs(batches: Iterable[Any], device: torch.device) -> Any:
+    """The inputs of the first batch; of shards, that of the first rank that has one, so that all ranks see the same."""
+    ranks = ranks_of(batches)
+    with ranks.told("reading the first batch"):
+        mine = next((x for x, _ in passes(batches, device)), None)
+    found = ranks.first(mine, "the first batch")
+    if found is None:
+        raise InvalidValue("the data hold no batch on any rank; give at least one example")
+    return tree.map_tensors(lambda t: t.to(device), found)
+
+
 def _length(batches: Iterable[Any]) -> int | None:
+    batches = batches.batches if isinstance(batches, Shard) else batches
     try:
         return len(batches) if isinstance(batches, Sized) else None
     except TypeError:  # a DataLoader over a stream has __len__, and raises
@@ -257,6 +284,8 @@ def _generators(batches: Any) -> list[torch.Generator]:
     """The generators that a DataLoader and its samplers hold."""
     if isinstance(batches, Joined):
         return [generator for part in batches.parts for generator in _generators(part)]
+    if isinstance(batches, Shard):
+        return _generators(batches.batches)
     if not isinstance(batches, DataLoader):
         return []
     holders = (batches, batches.sampler, batches.batch_sampler)

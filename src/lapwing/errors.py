@@ -23,5 +23,9 @@ class NotConverged(LapwingError, RuntimeError):
     """An iteration ended without meeting its stopping rule."""
 
 
+class RankFailed(LapwingError, RuntimeError):
+    """Another process of the group failed, died or fell out of step."""
+
+
 class LapwingWarning(UserWarning):
     """Something the user should know about, that does not make the answer wrong."""

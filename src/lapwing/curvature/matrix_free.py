@@ -96,8 +96,7 @@ class DataRoot:
             for x, y in self._each():
                 for piece, targets in pieces(self.tangent, x, y, len(v)):
                     self._add(piece, targets, v, weights, total, squares, watch)
-        watch.check()
-        total, squares = self.ranks.total([total, squares], "a product")
+        total, squares = watch.check(total, squares)
         return total, squares
 
     def _add(
@@ -167,8 +166,7 @@ class DataRoot:
                     u = [root[..., h] * e[..., h : h + 1].to(root) for h in range(self.weights)]
                 for into, one in zip(total, u, strict=True):
                     into += self.tangent.vjps(x, one.reshape(k, *f.shape))
-        watch.check()
-        return self.ranks.total([total], "the noise of the data")[0]
+        return watch.check(total)[0]
 
     def diagonal(self) -> Tensor:
         """diag G_h exactly, by a pass with as many cotangents as there are outputs, (h, p)."""
@@ -213,13 +211,14 @@ class _Watch:
         for key, value in root.likelihood.statistics(f, root.likelihood.rows(y, len(f))).items():
             self.statistics[key] = self.statistics[key] + value if key in self.statistics else value
 
-    def check(self) -> None:
-        root, ranks = self.root, self.root.ranks
-        n, targets, statistics = self.n, self.targets, self.statistics
-        if not ranks.alone:
-            mine = {key: statistics.get(key, torch.zeros_like(value)) for key, value in root.statistics.items()}
-            statistics = ranks.totals(mine, "statistics of a pass")
-            n, targets = (ranks.count(one, "counts of a pass") for one in (n, targets))
+    def check(self, *sums: Tensor) -> list[Tensor]:
+        """What was summed in the pass, over all ranks, if it was over the data of the fit."""
+        root, keys = self.root, list(self.root.statistics)
+        mine = [self.statistics.get(key, torch.zeros_like(value)) for key, value in root.statistics.items()]
+        counts = torch.tensor([self.n, (self.targets + 2**63) % 2**64 - 2**63])  # sums wrap modulo 2⁶⁴
+        *found_sums, counts = root.ranks.total([*sums, *mine, counts], "a pass over the data")
+        out, statistics = found_sums[: len(sums)], dict(zip(keys, found_sums[len(sums) :], strict=True))
+        n, targets = int(counts[0]), int(counts[1]) % 2**64
         found = ""
         if n != root.n:
             found = f"{n} examples, not {root.n}"
@@ -233,6 +232,7 @@ class _Watch:
                 f"matrix-free needs the same data each pass: pass {root.passes} had {found}; give a loader without "
                 "augmentation, dropped batches or sampling with replacement (shuffling does no harm)"
             )
+        return out
 
 
 # -- the structure -----------------------------------------------------------------------------------------------

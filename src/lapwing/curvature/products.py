@@ -34,15 +34,18 @@ def transport(
     tangent: TangentModel, batches: Iterable[Any], v: Tensor, middle: Middle, progress: bool = False, label: str = ""
 ) -> Tensor:
     """Σ_n J_nᵀ middle(f_n, J_n v, y_n) over the data, in float64."""
+    ranks = loading.ranks_of(batches)
+    v = ranks.same(v, "vectors of a product")
     total = torch.zeros(v.shape, dtype=torch.float64, device=tangent.device)
-    for x, y in loading.passes(batches, tangent.device, progress, label or "products"):
-        for piece, targets in pieces(tangent, x, y, len(v)):
+    with ranks.told("a product"):
+        for x, y in loading.passes(batches, tangent.device, progress, label or "products"):
+            for piece, targets in pieces(tangent, x, y, len(v)):
 
-            def between(f: Tensor, jv: Tensor, y: Any = targets) -> Tensor:
-                return middle(f, jv, flat_targets(f, y))
+                def between(f: Tensor, jv: Tensor, y: Any = targets) -> Tensor:
+                    return middle(f, jv, flat_targets(f, y))
 
-            carry(tangent, piece, v, between, total)
-    return total
+                carry(tangent, piece, v, between, total)
+    return ranks.total([total], "a product")[0]
 
 
 def carry(tangent: TangentModel, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor], total: Tensor) -> None:

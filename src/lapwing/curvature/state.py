@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.parts import Part
+from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -87,6 +88,40 @@ class State:
         data = ", holds its data" if self.holds_data else ""
         what = f"{self.structure}, factor={self.factor}, n={self.n}, p={self.layout.size}"
         return f"State({what}, {size / 1e6:.3g} MB{data})"
+
+
+def merged(state: State, ranks: Ranks) -> State:
+    """The state over the data of all ranks, each of which comes with that over its own; the same on every rank."""
+    if ranks.alone:
+        return state
+    what = f"merging states of {state.structure}"
+    held = {kind: {k: (v.shape, v.dtype, bool(v.any())) for k, v in tensors.items()} for kind, tensors in _sums(state)}
+    told = ranks.gather((state.n, state.targets, held), f"{what} with {state.parts}")
+    full = {kind: _filled(tensors, [one[kind] for _, _, one in told], state) for kind, tensors in _sums(state)}
+    targets = [one for _, one, _ in told]
+    return replace(
+        state,
+        n=sum(n for n, _, _ in told),
+        statistics=ranks.totals(full["statistics"], what),
+        sums=ranks.totals(full["sums"], what),
+        batches=tuple(ranks.joined(state.batches, what)) if any(ranks.gather(state.holds_data)) else (),
+        targets=None if None in targets else sum(targets) % 2**64,
+    )
+
+
+def _sums(state: State) -> tuple[tuple[str, dict[str, Tensor]], ...]:
+    return ("sums", state.sums), ("statistics", state.statistics)
+
+
+def _filled(mine: dict[str, Tensor], shapes: list[dict[str, Any]], state: State) -> dict[str, Tensor]:
+    """A rank's sums, with zeros in the others' shape where it saw no data for them."""
+    out = {}
+    for key in dict.fromkeys(key for shape in shapes for key in shape):
+        known = [shape[key] for shape in shapes if key in shape]
+        size, dtype, _ = max(known, key=lambda one: one[2])  # the first that is not zero
+        empty = key not in mine or not bool(mine[key].any())
+        out[key] = torch.zeros(size, dtype=dtype, device=state.tangent.device) if empty else mine[key]
+    return out
 
 
 def differing(found: dict[str, Tensor], fitted: dict[str, Tensor]) -> str:

@@ -57,7 +57,7 @@ def linearize(
     subset: "all", "last_layer" (needs example=, a batch of inputs to trace), a list of globs, or {name: mask}.
     forward: forward(model, inputs) -> outputs, where the model cannot be called on a batch's inputs as they are.
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = unwrapped(model)
     _check(model)
     forward = forward or call
     with evaluating(model), plain_kernels():
@@ -66,6 +66,13 @@ def linearize(
     params = {n: tensors[n][layout.masks[n]] if n in layout.masks else tensors.pop(n) for n in layout.names}
     buffers = tuple(n for n, _ in model.named_buffers())
     return TangentModel(model, params, tensors, layout, forward, buffers)
+
+
+def unwrapped(model: Any) -> Any:
+    """The network that torch.compile and DistributedDataParallel wrap, in any order."""
+    while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
+    return model
 
 
 def _check(model: nn.Module) -> None:

@@ -119,7 +119,7 @@ class Tracker:
         spread = 1.0
         if isinstance(likelihood, Gaussian):
             spread = float(likelihood.target_scale(self.state.statistics).square().mean())
-        trace = _sum_by(groups, squares) / (self.jacobian.f.numel() * spread)
+        trace = _sum_by(groups, squares) / (sum(self.jacobian.counts) * spread)
         within = bounds.low["precision"] + 1, bounds.high["precision"] - 1
         begin = trace.clamp(min=torch.finfo(torch.float64).tiny).log().clamp(*within)
         return replace(bounds, start={**bounds.start, "precision": begin})

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from lapwing.curvature import BUDGET, State
-from lapwing.data import passes
+from lapwing.data import passes, ranks_of
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.evidence import mean_curvature
+from lapwing.operators import Streamed
 from lapwing.posterior import condition
 from lapwing.predictive import Prediction, predict
 from lapwing.tune.bounds import EDGE, Tuning, warn_bound
@@ -121,18 +122,24 @@ def _held_out(
     state: State, prior: Any, likelihood: Any, batches: Iterable[Any], log_c: float, other: str, power: int, budget: int
 ) -> Callable[[float], float]:
     """log t -> mean held-out −log p under the posterior of one c, whose predictions are made here, once."""
+    ranks = ranks_of(batches)
     with torch.no_grad():
         posterior = condition(state, prior.replace(precision=prior.precision.detach() * math.exp(log_c)), likelihood)
-        made = [
-            (predict(state.tangent, posterior, likelihood, x, memory_budget=budget), y)
-            for x, y in passes(batches, state.tangent.device, label="held out")
-        ]
+        if isinstance(posterior.precision, Streamed):
+            _ = posterior.precision.spread  # a solve, which all ranks make together
+        with ranks.told("predicting the held-out data"):
+            made = [
+                (predict(state.tangent, posterior, likelihood, x, memory_budget=budget), y)
+                for x, y in passes(batches, state.tangent.device, label="held out")
+            ]
 
     def scored(log_t: float) -> float:
         t = math.exp(log_t)
         used = likelihood.replace(noise=likelihood.noise.detach() * math.sqrt(t)) if other == "noise" else likelihood
-        each = torch.cat([_spread(pred, t**power, used).log_prob(y).reshape(-1).double() for pred, y in made])
-        value = -float(each.mean())
+        each = [_spread(pred, t**power, used).log_prob(y).reshape(-1).double() for pred, y in made]
+        sums = torch.tensor([[float(one.sum()), len(one)] for one in each], dtype=torch.float64).reshape(-1, 2).sum(0)
+        fit, count = ranks.total([sums], "the held-out log-likelihood")[0].tolist()
+        value = -fit / count
         if not math.isfinite(value):
             raise NotConverged(
                 f"the held-out log-likelihood is {-value} at {math.exp(log_c):.3g} times the prior precision and a "

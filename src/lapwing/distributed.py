@@ -1,0 +1,298 @@
+"""Data spread over the processes of a torch.distributed group: sums over data are sums over ranks.
+
+    Σ_n  =  Σ_r Σ_(n in shard r)
+
+`Shard(batches, ranks)` is data like any other; whoever reads data asks `data.ranks_of` for the ranks that share them.
+Local work is done inside `told`, at whose end the ranks meet: an error on one is an error on all, and ranks that fell
+out of step are an error too, so that nobody waits for what will not come. A rank that died, or does not come within the
+group's timeout, ends the others with an error. What ranks compute from sums over ranks is the same on all, since the
+sums are, bit by bit; where it could differ all the same (eigenvectors, vectors of an iteration) it is compared.
+
+`traffic` counts bytes and messages as they are handed to a collective: "sum" and "gather" for what the cost model of
+docs/scaling.md counts, "control" for the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lapwing import tree
+from lapwing.errors import InvalidValue, RankFailed
+
+SMALL = 2**16  # bytes up to which tensors travel together
+ROUNDING = 1e-3  # by how much vectors of an iteration may differ between ranks, relative: machines round differently
+CHUNK = 2**22  # numbers that are hashed at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The processes that share the data; one alone without a group."""
+
+    group: Any = None
+    traffic: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's backend takes tensors from."""
+        return torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+
+    # -- in step ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Local work, without collectives inside: if it fails on one rank, every rank raises at its end."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:
+            if self.alone:
+                raise
+            error = found
+        self.meet(what, error)
+
+    def meet(self, what: str, error: Exception | None = None) -> None:
+        """Wait for every rank to come to the same point; raise on all if one comes with an error."""
+        if self.alone:
+            return
+        headers = self._headers([error is not None, _hashed(what)])
+        if any(failed for failed, _ in headers):
+            texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+            if error is not None:
+                raise error
+            told = "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text is not None)
+            raise RankFailed(f"{what} failed on another rank, and so on all. {told}")
+        if len({place for _, place in headers}) > 1:
+            places = "; ".join(f"rank {r}: {place}" for r, place in enumerate(self.gather(what)))
+            raise RankFailed(
+                f"the ranks are out of step. {places}. Every rank must call the same methods, with the same arguments "
+                "and in the same order"
+            )
+
+    def agree(self, facts: Mapping[str, str], do: str) -> None:
+        """Raise on every rank, and say which rank differs in what, unless all have the same facts in the same order."""
+        if self.alone:
+            return
+        found = [tuple(theirs.items()) for theirs in self.gather(dict(facts))]
+        usual = Counter(found).most_common(1)[0][0]
+        differ = {r: _difference(theirs, usual, found.index(usual)) for r, theirs in enumerate(found)}
+        told = [f"rank {r} {difference}" for r, difference in differ.items() if difference]
+        if told:
+            raise InvalidValue(f"the ranks do not fit the same posterior: {'; '.join(told)}. {do}")
+
+    def same(self, tensor: Tensor, what: str) -> Tensor:
+        """A tensor that all ranks have: rank 0's, where they differ by rounding; more is an error."""
+        self.meet(f"{what} {tuple(tensor.shape)}")
+        if self.agrees({what: tensor}):
+            return tensor
+        lead = self.lead({what: tensor})[what]
+        with self.told(what):
+            apart = float((tensor - lead).norm() / lead.norm().clamp(min=torch.finfo(lead.dtype).tiny))
+            if not apart <= ROUNDING:
+                raise InvalidValue(
+                    f"{what} must be the same on every rank; those of ranks 0 and {self.rank} differ by {apart:.2g}: "
+                    "call with the same arguments, and with generators in the same state, on every rank"
+                )
+        return lead
+
+    def agrees(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether tensors are the same on all ranks, bit by bit."""
+        if self.alone:
+            return True
+        sums = [_checksum(tensor) for tensor in tensors.values()]
+        return len({tuple(header) for header in self._headers(sums)}) == 1
+
+    # -- what all ranks hold together -------------------------------------------------------------------------------
+
+    def total(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Sums over ranks, the same on all bit by bit; large tensors are written over."""
+        if self.alone:
+            return list(tensors)
+        self.meet(f"{what}: sums of {[(tuple(t.shape), str(t.dtype)) for t in tensors]}")
+        out: list[Any] = [None] * len(tensors)
+        small: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            if tensor.numel() * tensor.element_size() <= SMALL:
+                small.setdefault(tensor.dtype, []).append(i)
+            else:
+                out[i] = self._sum(tensor.detach().contiguous())
+        for places in small.values():
+            flat = self._sum(torch.cat([tensors[i].detach().reshape(-1).to(self.device) for i in places]))
+            for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
+                out[i] = part.reshape(tensors[i].shape).to(tensors[i].device, copy=True)
+        return out
+
+    def totals(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        return dict(zip(tensors, self.total(list(tensors.values()), what), strict=True))
+
+    def count(self, n: int, what: str) -> int:
+        """The sum of a whole number over ranks, modulo 2⁶⁴."""
+        return n if self.alone else sum(self.gather(n, what)) % 2**64
+
+    def gather(self, thing: Any, what: str = "") -> list[Any]:
+        """What each rank has, in the order of ranks; small things."""
+        if self.alone:
+            return [thing]
+        if what:
+            self.meet(what)
+        out: list[Any] = [None] * self.size
+        self._call("control", 0, dist.all_gather_object, out, thing)
+        return out
+
+    def first(self, thing: Any, what: str) -> Any:
+        """That of the first rank that has one, on every rank; None where none has."""
+        having = [r for r, has in enumerate(self.gather(thing is not None, what)) if has]
+        if self.alone or not having:
+            return thing
+        box = [tree.map_tensors(lambda t: t.cpu(), thing) if self.rank == having[0] else None]
+        self._call("control", 0, dist.broadcast_object_list, box, dist.get_global_rank(self.group, having[0]))
+        return box[0]
+
+    def lead(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rank 0's tensors, on every rank."""
+        out = {}
+        for key, tensor in tensors.items():
+            copy = tensor.detach().to(self.device, copy=True).contiguous()
+            self._call("lead", _bytes(copy), dist.broadcast, copy, dist.get_global_rank(self.group, 0))
+            out[key] = copy.to(tensor.device)
+        return out
+
+    def joined(self, things: Sequence[Any], what: str) -> list[Any]:
+        """The trees of tensors that ranks have, rank after rank; their bytes travel padded to those of the largest."""
+        if self.alone:
+            return list(things)
+        held = tree.tensors(list(things))
+        device = held[0].device if held else torch.device("cpu")
+        parts = [one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in held]
+        flat = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
+        shapes = tree.map_tensors(lambda t: _Packed(tuple(t.shape), t.dtype), list(things))  # type: ignore[arg-type, return-value]
+        told = self.gather((len(flat), shapes), what)
+        longest = max(length for length, _ in told)
+        padded = torch.cat([flat, flat.new_zeros(longest - len(flat))]).to(self.device)
+        found = [torch.empty_like(padded) for _ in told]
+        self._call("gather", longest, dist.all_gather, found, padded)
+        return [
+            one for (_, theirs), data in zip(told, found, strict=True) for one in _unpacked(theirs, data.cpu(), device)
+        ]
+
+    def own(self, generator: torch.Generator) -> torch.Generator:
+        """A generator of this rank's own, from one that is in the same state on all: its draws are no other rank's."""
+        if self.alone:
+            return generator
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        return torch.Generator(generator.device).manual_seed(_hashed(f"{seed} {self.rank}") % 2**62)
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        there = tensor.to(self.device)
+        self._call("sum", _bytes(there), dist.all_reduce, there)
+        return there.to(tensor.device)
+
+    def _headers(self, numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._call("control", _bytes(mine), dist.all_gather, found, mine)
+        return [header.tolist() for header in found]
+
+    def _call(self, kind: str, size: int, collective: Any, *args: Any) -> None:
+        try:
+            collective(*args, group=self.group)
+        except RuntimeError as error:
+            raise RankFailed(
+                f"rank {self.rank} of {self.size} lost the group ({error}). A process died, does not call what the "
+                "others call, or took longer than the group's timeout: look for the first error in the output of the "
+                "other ranks; then start all of them again, with a longer init_process_group(timeout=) if one is slow"
+            ) from error
+        self.traffic[f"{kind} bytes"] += size
+        self.traffic[f"{kind} messages"] += 1
+
+
+ALONE = Ranks()
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's part of the data; it may be empty, if that of another is not."""
+
+    batches: Iterable[Any]
+    ranks: Ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A tensor whose bytes travel apart."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _unpacked(things: Any, data: Tensor, device: torch.device) -> Any:
+    """Trees with their tensors again, from the bytes of all of them in order."""
+    leaves, spec = pytree.tree_flatten(things)
+    pieces = iter(
+        data[: sum(leaf.size for leaf in leaves if isinstance(leaf, _Packed))].split(
+            [leaf.size for leaf in leaves if isinstance(leaf, _Packed)]
+        )
+    )
+    filled = [
+        next(pieces).clone().view(leaf.dtype).reshape(leaf.shape).to(device) if isinstance(leaf, _Packed) else leaf
+        for leaf in leaves
+    ]
+    return pytree.tree_unflatten(filled, spec)
+
+
+def _difference(theirs: tuple[tuple[str, str], ...], usual: tuple[tuple[str, str], ...], rank: int) -> str:
+    """What the first difference is, in words."""
+    for (what, value), (other, expected) in zip(theirs, usual, strict=False):
+        if what != other:
+            return f"has {what} where rank {rank} has {other}"
+        if value != expected:
+            return f"has {what} {value}, rank {rank} {expected}"
+    return "" if len(theirs) == len(usual) else f"has {len(theirs)} facts and rank {rank} {len(usual)}"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of a tensor's numbers and their places, by one pass where it is."""
+    total = 0
+    for i, part in enumerate(tensor.detach().reshape(-1).to(torch.float64).split(CHUNK)):
+        words = part.contiguous().view(torch.int64)
+        place = torch.arange(1, len(words) + 1, device=words.device) * -7046029254386353131 | 1
+        total += (i + 1) * int(((words ^ (words >> 29)) * place).sum())
+    return (total + 2**63) % 2**64 - 2**63
