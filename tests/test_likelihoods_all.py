@@ -21,7 +21,17 @@ from torch.testing import assert_close
 import lapwing as lw
 from lapwing.curvature.factor import Factor, output_factor
 from lapwing.errors import Unsupported
-from lapwing.likelihoods import HeteroscedasticGaussian, Likelihood, MeanLogVariance, NaturalHead
+from lapwing.likelihoods import (
+    BradleyTerry,
+    HeteroscedasticGaussian,
+    Likelihood,
+    MeanLogVariance,
+    NaturalHead,
+    NegativeBinomial,
+    Ordinal,
+    Poisson,
+    StudentT,
+)
 from lapwing.operators import linalg
 
 Z = 5.0  # standard errors
@@ -99,7 +109,79 @@ def mean_log_variance(f: Tensor, y: Tensor) -> Tensor:
     return distributions.Normal(mean, (0.5 * log_variance).exp()).log_prob(y).sum()
 
 
+def every_count(log_pmf: Callable[[Tensor, Tensor], Tensor], most: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """All pairs of counts up to a number beyond which there is nothing, for two outputs, or all counts for one."""
+
+    def values(f: Tensor) -> tuple[Tensor, Tensor]:
+        one = torch.arange(most, dtype=torch.float64)
+        y = torch.cartesian_prod(*[one] * len(f)).reshape(-1, len(f))
+        return y, vmap(log_pmf, in_dims=(None, 0))(f, y).exp()
+
+    return values
+
+
+def poisson(f: Tensor, y: Tensor) -> Tensor:
+    return distributions.Poisson(f.exp()).log_prob(y).sum()
+
+
+R = torch.tensor([2.5, 6.0], dtype=torch.float64)
+
+
+def negative_binomial(f: Tensor, y: Tensor) -> Tensor:
+    """Γ(y + r)/(Γ(r) y!) q^y (1 − q)^r with q = μ/(r + μ), since torch's own has no Hessian under vmap."""
+    r = R[: len(f)]
+    q = f.exp() / (r + f.exp())
+    ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
+    return (ways + y * q.log() + r * torch.log1p(-q)).sum()
+
+
+SCALES, NU = torch.tensor([0.6, 2.0], dtype=torch.float64), 9
+
+
+def student(f: Tensor, y: Tensor) -> Tensor:
+    return distributions.StudentT(float(NU), f, SCALES).log_prob(y).sum()
+
+
+def student_values(f: Tensor) -> tuple[Tensor, Tensor]:
+    """t = √ν tan θ has the density ∝ cos^(ν−1) θ: equal steps in θ are exact for an odd ν."""
+    theta = (torch.arange(48, dtype=torch.float64) + 0.5) * math.pi / 48 - math.pi / 2
+    weight = theta.cos() ** (NU - 1)
+    weight = weight / weight.sum()
+    t = torch.cartesian_prod(*[math.sqrt(NU) * theta.tan()] * 2)
+    return f + SCALES * t, torch.cartesian_prod(weight, weight).prod(-1)
+
+
+CUTS = torch.tensor([-1.3, 0.1, 0.9], dtype=torch.float64)
+
+
+def ordinal(f: Tensor, y: Tensor) -> Tensor:
+    below = torch.cat([torch.sigmoid(CUTS - f), torch.ones(1, dtype=torch.float64)])
+    p = torch.cat([below[:1], below.diff()])
+    return (p.log() * (torch.arange(4) == y)).sum()
+
+
+def every_label(log_pmf: Callable[[Tensor, Tensor], Tensor], classes: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    return lambda f: (torch.arange(classes), vmap(log_pmf, in_dims=(None, 0))(f, torch.arange(classes)).exp())
+
+
+def preference(f: Tensor, y: Tensor) -> Tensor:
+    return torch.log(torch.sigmoid((1 - 2 * y) * (f[0] - f[1])))
+
+
 CASES: dict[str, Case] = {
+    "poisson": Case(Poisson, 2, poisson, every_count(poisson, 80)),
+    "negative binomial": Case(
+        lambda: NegativeBinomial(2.5), 1, negative_binomial, every_count(negative_binomial, 1000), canonical=False
+    ),
+    "negative binomial, dispersion per output": Case(
+        lambda: NegativeBinomial(R), 2, negative_binomial, every_count(negative_binomial, 120),
+        inside=lambda x: 0.5 * x, canonical=False,
+    ),
+    "student": Case(lambda: StudentT(SCALES, NU), 2, student, student_values, canonical=False),
+    "ordinal": Case(
+        lambda: Ordinal(CUTS), 1, ordinal, every_label(ordinal, 4), canonical=False, one_hot=True
+    ),
+    "bradley-terry": Case(BradleyTerry, 2, preference, every_label(preference, 2), one_hot=True),
     "heteroscedastic": Case(
         HeteroscedasticGaussian, 4, natural, natural_values, inside=softplus_half, head=NaturalHead
     ),

@@ -6,7 +6,7 @@ of every weight and buffer. A dual state keeps its inputs, so its file holds dat
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -158,7 +158,7 @@ def pack_objects(prior: Any, likelihood: Any) -> tuple[dict[str, Tensor], dict[s
                 f"cannot save a {type(thing).__name__} defined outside Lapwing: save la.state's parts yourself"
             )
     tensors = {f"prior.{k}": v for k, v in prior.hyperparameters.items()}
-    tensors |= {f"likelihood.{k}": v for k, v in likelihood.hyperparameters.items()}
+    tensors |= {f"likelihood.{f.name}": getattr(likelihood, f.name) for f in fields(likelihood)}
     tensors["prior.mean"] = priors.Gaussian.mean_vector(prior)
     per = prior.per if isinstance(prior.per, str) else list(prior.per)
     return tensors, {

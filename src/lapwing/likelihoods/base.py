@@ -138,18 +138,63 @@ class Likelihood:
         return self.log_prob(f, y).unsqueeze(-1)
 
     def curvature_weights(self, factor: str = "exact") -> Tensor:
-        """w (g,) for a given output factor."""
-        raise NotImplementedError
+        """w (g,) for a given output factor: 1, unless there are hyperparameters."""
+        self._fixed("curvature_weights")
+        return torch.ones(1, dtype=torch.float64)
 
     # -- the fit, from sums ---------------------------------------------------------------------------------------
 
     def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Sums over the batch, in float64, from which the log-likelihood follows for every hyperparameter."""
-        raise NotImplementedError
+        self._fixed("statistics")
+        return {"log_lik": self.log_prob(f.double(), y.double() if y.is_floating_point() else y).sum()}
 
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
         """Σ_n log p(y_n | f_n), differentiable in the hyperparameters."""
-        raise NotImplementedError
+        self._fixed("log_likelihood")
+        return statistics["log_lik"]
+
+    def _fixed(self, method: str) -> None:
+        if self.hyperparameters:
+            raise NotImplementedError(
+                f"{self.name} has hyperparameters {list(self.hyperparameters)}; give it a {method}"
+            )
+
+
+def check_same_shape(f: Tensor, y: Tensor) -> None:
+    """One target for each output."""
+    if y.shape != f.shape:
+        hint = "; add the output dimension with y.unsqueeze(-1)" if y.ndim == f.ndim - 1 else ""
+        raise InvalidValue(f"targets of shape {tuple(y.shape)} do not match outputs {tuple(f.shape)}{hint}")
+
+
+def check_labels(f: Tensor, y: Tensor, classes: int, name: str) -> None:
+    """One of 0, ..., classes − 1 for each row of outputs."""
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise InvalidValue(f"{name} targets must be integer class labels, got {y.dtype}; use y.long()")
+    if y.shape != f.shape[:-1]:
+        raise InvalidValue(
+            f"targets of shape {tuple(y.shape)} do not match outputs {tuple(f.shape)}; "
+            f"give labels of shape {tuple(f.shape[:-1])}"
+        )
+    if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
+        raise InvalidValue(f"labels run from {int(y.min())} to {int(y.max())}, outside 0..{classes - 1}")
+
+
+def check_real(f: Tensor, y: Tensor, name: str) -> None:
+    """A real number for each output."""
+    if not y.is_floating_point():
+        raise InvalidValue(
+            f"{name} targets must be floating point, got {y.dtype}; for class labels use 'categorical', "
+            "for real targets use y.float()"
+        )
+    check_same_shape(f, y)
+    check_finite(y)
+
+
+def check_finite(y: Tensor) -> None:
+    if not torch.isfinite(y).all():
+        raise InvalidValue("the targets hold NaN or infinite values; clean the data before fitting")
 
 
 def standard_normal(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods.base import Likelihood
+from lapwing.likelihoods.base import Likelihood, check_same_shape
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,7 @@ class Bernoulli(Likelihood):
     elementwise: ClassVar[bool] = True
 
     def validate(self, f: Tensor, y: Tensor) -> None:
-        if y.shape != f.shape:
-            hint = "; add the output dimension with y.unsqueeze(-1)" if y.ndim == f.ndim - 1 else ""
-            raise InvalidValue(f"targets of shape {tuple(y.shape)} do not match outputs {tuple(f.shape)}{hint}")
+        check_same_shape(f, y)
         if not bool(((y == 0) | (y == 1)).all()):
             raise InvalidValue("bernoulli targets must be 0 or 1 (bool, integer or float)")
 
@@ -52,12 +50,3 @@ class Bernoulli(Likelihood):
 
     def hessian_root(self, f: Tensor) -> Tensor:
         return torch.diag_embed((torch.sigmoid(f) * torch.sigmoid(-f)).sqrt())
-
-    def curvature_weights(self, factor: str = "exact") -> Tensor:
-        return torch.ones(1, dtype=torch.float64)
-
-    def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"log_lik": self.log_prob(f.double(), y).sum()}
-
-    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
-        return statistics["log_lik"]

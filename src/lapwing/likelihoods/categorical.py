@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods.base import Likelihood
+from lapwing.likelihoods.base import Likelihood, check_labels
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,7 @@ class Categorical(Likelihood):
         classes = f.shape[-1]
         if classes < 2:
             raise InvalidValue(f"categorical needs at least 2 outputs, got {classes}; for one logit use 'bernoulli'")
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise InvalidValue(f"categorical targets must be integer class labels, got {y.dtype}; use y.long()")
-        if y.shape != f.shape[:-1]:
-            raise InvalidValue(
-                f"targets of shape {tuple(y.shape)} do not match outputs {tuple(f.shape)}; "
-                f"give labels of shape {tuple(f.shape[:-1])}"
-            )
-        if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
-            raise InvalidValue(f"labels run from {int(y.min())} to {int(y.max())}, outside 0..{classes - 1}")
+        check_labels(f, y, classes, self.name)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.log_softmax(f, -1).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
@@ -59,12 +51,3 @@ class Categorical(Likelihood):
         r = p.sqrt()
         R = torch.diag_embed(r) - p.unsqueeze(-1) * r.unsqueeze(-2)
         return R[..., :-1] - R[..., -1:] * (r[..., :-1] / (1 + r[..., -1:])).unsqueeze(-2)
-
-    def curvature_weights(self, factor: str = "exact") -> Tensor:
-        return torch.ones(1, dtype=torch.float64)
-
-    def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"log_lik": self.log_prob(f.double(), y).sum()}
-
-    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
-        return statistics["log_lik"]

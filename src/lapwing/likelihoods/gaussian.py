@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods.base import Likelihood, standard_normal
+from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,7 @@ class Gaussian(Likelihood):
         return self.noise
 
     def validate(self, f: Tensor, y: Tensor) -> None:
-        if not y.is_floating_point():
-            raise InvalidValue(
-                f"gaussian targets must be floating point, got {y.dtype}; for class labels use 'categorical', "
-                "for real targets use y.float()"
-            )
-        if y.shape != f.shape:
-            hint = "; add the output dimension with y.unsqueeze(-1)" if y.ndim == f.ndim - 1 else ""
-            raise InvalidValue(f"targets of shape {tuple(y.shape)} do not match outputs {tuple(f.shape)}{hint}")
-        if not torch.isfinite(y).all():
-            raise InvalidValue("the targets hold NaN or infinite values; clean the data before fitting")
+        check_real(f, y, self.name)
         if self.per_output and len(self.sigma) != f.shape[-1]:
             raise InvalidValue(f"noise has {len(self.sigma)} values for {f.shape[-1]} outputs; give one, or one each")
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods.base import Likelihood, standard_normal
+from lapwing.likelihoods.base import Likelihood, check_finite, standard_normal
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -59,8 +59,7 @@ class _TwoOutputs(Likelihood):
                 f"{self.name} takes two outputs for each target, got outputs {tuple(f.shape)} and targets "
                 f"{tuple(y.shape)}{hint}"
             )
-        if not torch.isfinite(y).all():
-            raise InvalidValue("the targets hold NaN or infinite values; clean the data before fitting")
+        check_finite(y)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
         mean, variance = self.moments(f)
@@ -75,15 +74,6 @@ class _TwoOutputs(Likelihood):
     def cdf(self, f: Tensor, y: Tensor) -> Tensor:
         mean, variance = self.moments(f)
         return torch.special.ndtr((y - mean) / variance.sqrt())
-
-    def curvature_weights(self, factor: str = "exact") -> Tensor:
-        return torch.ones(1, dtype=torch.float64)
-
-    def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"log_lik": self.log_prob(f.double(), y.double()).sum()}
-
-    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
-        return statistics["log_lik"]
 
 
 @dataclass(frozen=True)

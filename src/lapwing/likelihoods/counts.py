@@ -1,0 +1,93 @@
+"""Counts y_c in {0, 1, 2, …} with mean μ = exp f, one output each.
+
+    Poisson            Var y = μ           −∂²_f log p = diag(μ)               canonical: the same whatever y is
+    NegativeBinomial   Var y = μ + μ²/r    E[−∂²_f log p] = diag(rμ/(r + μ))   r, `dispersion`; Poisson as r → ∞
+
+The negative binomial's log p is concave in f; its Hessian (y + r)rμ/(r + μ)² depends on y, and the factor is its mean,
+the Fisher information. r shapes the curvature, so it is a setting: fit several and compare their evidences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods.base import Likelihood, check_same_shape
+
+
+@dataclass(frozen=True)
+class _Counts(Likelihood):
+    elementwise: ClassVar[bool] = True
+    counts: ClassVar[bool] = True
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        check_same_shape(f, y)
+        if y.is_complex() or y.dtype == torch.bool or not bool(((y >= 0) & (y == y.round()) & torch.isfinite(y)).all()):
+            raise InvalidValue(f"{self.name} targets must be counts, the numbers 0, 1, 2, ... (integer or float)")
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+
+@dataclass(frozen=True)
+class Poisson(_Counts):
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        y = y.to(f)
+        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(-1)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.poisson(f.exp().to(generator.device), generator=generator).to(f)
+
+    def variance(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.special.gammaincc(y.to(f).floor() + 1, f.exp())
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return y.to(f) - f.exp()
+
+    def hessian_root(self, f: Tensor) -> Tensor:
+        return torch.diag_embed((0.5 * f).exp())
+
+
+@dataclass(frozen=True)
+class NegativeBinomial(_Counts):
+    settings: ClassVar[tuple[str, ...]] = ("dispersion",)
+    dispersion: Tensor | float = 1.0  # r, () or (c,)
+
+    @property
+    def r(self) -> Tensor:
+        assert isinstance(self.dispersion, Tensor)
+        return self.dispersion
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        super().validate(f, y)
+        if self.r.ndim and len(self.r) != f.shape[-1]:
+            raise InvalidValue(f"dispersion has {len(self.r)} values for {f.shape[-1]} outputs; give one, or one each")
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        y, r = y.to(f), self.r.to(f)
+        log_r = r.log()
+        ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
+        return (ways + r * log_r + y * f - (y + r) * torch.logaddexp(log_r, f)).sum(-1)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        """A Poisson whose rate is μ times a gamma of mean 1."""
+        r = self.r.to(f).expand(f.shape).contiguous().to(generator.device)
+        rate = f.exp().to(generator.device) * torch._standard_gamma(r, generator=generator) / r
+        return torch.poisson(rate, generator=generator).to(f)
+
+    def variance(self, f: Tensor) -> Tensor:
+        return f.exp() + (2 * f).exp() / self.r.to(f)
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        share = torch.sigmoid(self.r.to(f).log() - f)  # r/(r + μ)
+        return (y.to(f) - f.exp()) * share
+
+    def hessian_root(self, f: Tensor) -> Tensor:
+        return torch.diag_embed((self.r.to(f) * torch.sigmoid(f - self.r.to(f).log())).sqrt())
