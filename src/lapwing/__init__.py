@@ -21,6 +21,7 @@ from lapwing import (
 from lapwing.api import Laplace, from_state, laplace, load
 from lapwing.curvature import accumulate
 from lapwing.doctor import doctor
+from lapwing.merging import merge
 from lapwing.posterior import condition
 from lapwing.predictive import Prediction, predict
 from lapwing.selection import compare
@@ -47,6 +48,7 @@ __all__ = [
     "likelihoods",
     "linearize",
     "load",
+    "merge",
     "metrics",
     "operators",
     "predict",

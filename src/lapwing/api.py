@@ -27,7 +27,7 @@ from lapwing.data import Joined, as_batches, dropped, first_inputs, inputs_of, r
 from lapwing.distributed import ALONE, Ranks, Shard
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
-from lapwing.operators import Samples, Streamed
+from lapwing.operators import Samples, Streamed, linalg
 from lapwing.posterior import Gaussian, condition, placed
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
 from lapwing.tangent import TangentModel, linearize
@@ -322,6 +322,39 @@ class Laplace:
         state = self.state + _finite(more)
         return replace(self, state=state, prior=placed(self.prior, state), tuning=None, data=data, at=None)
 
+    @torch.inference_mode(False)
+    def without(self, data: Any, *, progress: bool = False) -> Laplace:
+        """The same as a fit without these of its data, by subtraction, at the same weights (ekfac: in the same basis).
+
+        `state.lost` decimal digits cancel, of which a warning tells when few are left. That the data were in the fit is
+        checked as far as sums can tell; a dual state finds and drops its rows. It keeps no reference to data."""
+        if self.streams:
+            raise Unsupported("matrix_free keeps no sums to take data out of; fit again on the data that stay")
+        gone = accumulate(
+            self.state.structure,
+            self.tangent,
+            self.likelihood,
+            as_shard(data, ranks_of(self.data)),
+            self.state.factor,
+            progress=progress,
+            basis=self.state if self.state.basis else None,
+        )
+        state = curvature.without(self.state, _finite(gone))
+        return replace(self, state=state, prior=self._placed_without(state), tuning=None, data=None, at=None)
+
+    def _placed_without(self, state: State) -> Any:
+        """The prior after a removal; a g-prior needs each weight's second moment, and rounding is none."""
+        if isinstance(self.prior, priors.GPrior):
+            ones = torch.ones(state.weights, dtype=torch.float64, device=self.tangent.device)
+            before, left = (linalg.diagonal(s.structure.operator(s, ones)) for s in (self.state, state))
+            lost = curvature.vanished(before, left, state)
+            if lost:
+                raise InvalidValue(
+                    f"{lost} weights had curvature from these data alone: what is left of it is rounding, and the "
+                    "g-prior is made of it; fit again on the data that stay, or use another prior"
+                )
+        return placed(self.prior, state)
+
     # -- predictions ----------------------------------------------------------------------------------------------
 
     def predict(
@@ -448,6 +481,8 @@ class Laplace:
         precision = self._spread.precision
         if isinstance(precision, Streamed):
             how += "; not solved yet" if precision.known is None else f"; {precision.known}"
+        if self.state.lost:
+            how += f"; {self.state.lost:.1f} digits lost by removals, about {max(0.0, self.state.digits):.1f} left"
         values = self.prior.precision.reshape(-1)
         shown = (
             f"{float(values[0]):.4g}"
@@ -569,8 +604,8 @@ def laplace(
     "empirical", "hessian" or an object. memory_budget: bytes of working memory (1 GiB).
     process_group: "world" or a torch.distributed group, each process of which calls this with its own shard of the data
     (see docs/scaling.md); the result is the same on all, and so must be every call of its methods.
-    checkpoint: a file that is written after every `every` batches (100); a fit that finds it there goes on from it to the
-    same bits, and refuses that of another fit; it is removed when the fit is done (see docs/continual.md).
+    checkpoint: a file that is written after every `every` batches (100); a fit that finds it there goes on from it to
+    the same bits, and refuses that of another fit; it is removed when the fit is done (see docs/continual.md).
     """
     ranks = as_ranks(process_group)
     with ranks.told("reading the arguments"):

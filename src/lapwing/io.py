@@ -45,6 +45,7 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
         "n": state.n,
         "targets": state.targets,
+        "lost": state.lost,
         "fingerprints": state.fingerprints,
         "parts": [asdict(part) for part in state.parts],
         "coverage": state.coverage,
@@ -80,6 +81,7 @@ def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: Ta
         parts=tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in header["parts"]),
         coverage=header["coverage"],
         targets=header.get("targets"),
+        lost=header.get("lost", 0.0),
     )
 
 

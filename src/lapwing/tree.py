@@ -134,10 +134,23 @@ def digest(rows: Tensor) -> int:
     """A hash of a set of rows (n, ...) that adds: digest(A ∪ B) = digest(A) + digest(B) mod 2⁶⁴, in any order.
 
     Of the values rounded to float32, so that a cast or another device does not count as other rows."""
+    return int(row_digests(rows).sum()) % 2**64
+
+
+def row_digests(batch: Any) -> Tensor:
+    """A hash of each row of a tree's tensors (n, ...), as in `digest`: (n,)."""
+    found = tensors(batch)
+    total = _row_digests(found[0])
+    for tensor in found[1:]:
+        total = _mixed(total) + _row_digests(tensor)
+    return total
+
+
+def _row_digests(rows: Tensor) -> Tensor:
     bits = rows.detach().reshape(len(rows), -1).cpu().to(torch.float32) + 0.0  # −0 is 0
     words = bits.view(torch.int32).to(torch.int64)
     place = _mixed(torch.arange(1, words.shape[1] + 1))
-    return int(_mixed(_mixed(words + place).sum(1)).sum()) % 2**64
+    return _mixed(_mixed(words + place).sum(1))
 
 
 def _mixed(x: Tensor) -> Tensor:

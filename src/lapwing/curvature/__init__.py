@@ -9,6 +9,7 @@ from lapwing.curvature.layered import Block, Diagonal, Kronecker
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrix_free import MatrixFree
 from lapwing.curvature.parts import Part
+from lapwing.curvature.removal import vanished, without
 from lapwing.curvature.state import State
 
 __all__ = [
@@ -27,4 +28,6 @@ __all__ = [
     "accumulate",
     "probe",
     "rules",
+    "vanished",
+    "without",
 ]

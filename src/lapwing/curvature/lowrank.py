@@ -88,14 +88,24 @@ class LowRank:
 
     def operator(self, state: State, weights: Tensor) -> RootPlusDiagonal:
         if "root" not in state.cache:
-            sketches = state.sums["sketch"]
-            tests = state.basis["tests"] if state.basis else [pseudorandom(self.rank, state.tangent)] * len(sketches)
-            roots = [from_sketch(sketch, test).root for sketch, test in zip(sketches, tests, strict=True)]
+            pairs = zip(state.sums["sketch"], self.tests(state), strict=True)
+            roots = [from_sketch(sketch, test).root for sketch, test in pairs]
             state.cache["root"] = torch.cat(roots)
         root = state.cache["root"]
         index = torch.arange(len(weights), device=weights.device).repeat_interleave(len(root) // len(weights))
         own = Diagonal(weights, len(root), None if len(weights) == 1 else index)
         return RootPlusDiagonal(HeldRows(root), own, cache=state.cache)
+
+    def tests(self, state: State) -> Tensor:
+        """Ω (h, k, p)."""
+        if state.basis:
+            return state.basis["tests"]
+        return pseudorandom(self.rank, state.tangent).expand(state.weights, -1, -1)
+
+    def core(self, state: State) -> Tensor:
+        """Ω G Ωᵀ (h, k, k)."""
+        core = state.sums["sketch"] @ self.tests(state).mT
+        return (core + core.mT) / 2
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         return dict.fromkeys(tangent.layout.names, f"rank {self.rank} of the whole network, and the prior")

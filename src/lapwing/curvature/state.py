@@ -10,6 +10,7 @@ on the noise.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class State:
     coverage: dict[str, str] = field(default_factory=dict)
     source: Any = None  # of products over the data, for the matrix-free form only; never saved
     targets: int | None = None  # a digest of what was fitted to, in any order; None where it is not known
+    lost: float = 0.0  # decimal digits that cancelled when data were taken out, at the most
     cache: dict[Any, Any] = field(default_factory=dict)  # factorizations, made on demand
 
     @property
@@ -53,7 +55,18 @@ class State:
     def holds_data(self) -> bool:
         return bool(self.batches)
 
-    def __add__(self, other: State) -> State:
+    @property
+    def eps(self) -> float:
+        """Of what is summed: of the network's dtype, whatever that of the sums."""
+        return torch.finfo(self.tangent.dtype).eps
+
+    @property
+    def digits(self) -> float:
+        """Decimal digits that its sums are good to, after what removals have cost."""
+        return -math.log10(self.eps) - self.lost
+
+    def belongs(self, other: State, verb: str = "add") -> None:
+        """Raise unless the sums of both are of the same kind, at the same weights."""
         for what, mine, theirs in [
             ("structures", self.structure, other.structure),
             ("output factors", self.factor, other.factor),
@@ -61,17 +74,20 @@ class State:
             ("likelihoods", (self.likelihood, self.weights), (other.likelihood, other.weights)),
         ]:
             if mine != theirs:
-                raise InvalidValue(f"states of different {what} do not add: {mine} and {theirs}")
+                raise InvalidValue(f"states of different {what} do not {verb}: {mine} and {theirs}")
         if not self.layout.same_as(other.layout):
-            raise InvalidValue("states over different parameters do not add; use the same network and subset")
+            raise InvalidValue(f"states over different parameters do not {verb}; use the same network and subset")
         differ = [n for n in self.fingerprints if self.fingerprints[n] != other.fingerprints.get(n)]
         if differ:
-            raise InvalidValue(f"states at different weights do not add; {differ[0]} differs")
+            raise InvalidValue(f"states at different weights do not {verb}; {differ[0]} differs")
         if not all(torch.equal(u, other.basis[key]) for key, u in self.basis.items()):
             raise InvalidValue(
-                f"states in different eigenbases do not add; accumulate both in one: accumulate({self.structure}, ..., "
-                "basis=state), with a state of 'ekfac' or of 'kron' over all the data"
+                f"states in different eigenbases do not {verb}; accumulate both in one: accumulate({self.structure}, "
+                "..., basis=state), with a state of 'ekfac' or of 'kron' over all the data"
             )
+
+    def __add__(self, other: State) -> State:
+        self.belongs(other)
         return replace(
             self,
             n=self.n + other.n,
@@ -80,6 +96,7 @@ class State:
             batches=self.batches + other.batches,
             source=None if self.source is None or other.source is None else self.source + other.source,
             targets=None if self.targets is None or other.targets is None else (self.targets + other.targets) % 2**64,
+            lost=max(self.lost, other.lost),
             cache={},
         )
 
@@ -125,13 +142,18 @@ def _filled(mine: dict[str, Tensor], shapes: list[dict[str, Any]], state: State)
 
 
 def differing(found: dict[str, Tensor], fitted: dict[str, Tensor]) -> str:
-    """The first of the fit's statistics that another pass over its data should have given and did not, or "".
-
-    Rounding is relative to a sum's size, or to √(N Σy²) where terms of both signs cancel, as those of standardized
-    targets do."""
+    """The first of the fit's statistics that another pass over its data should have given and did not, or ""."""
+    size = sizes(fitted)
     for key, value in fitted.items():
-        cancels = key == "sum" and {"count", "square"} <= fitted.keys()
-        size = (fitted["count"] * fitted["square"]).sqrt() if cancels else value.abs()
-        if not torch.allclose(found[key], value, rtol=SAME, atol=SAME * float(size.max())):
+        if not torch.allclose(found[key], value, rtol=SAME, atol=SAME * float(size[key].max())):
             return key
     return ""
+
+
+def sizes(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What rounding of statistics is relative to: their size, or √(N Σy²) where terms of both signs cancel, as those of
+    standardized targets do."""
+    out = {key: value.abs() for key, value in statistics.items()}
+    if {"sum", "count", "square"} <= statistics.keys():
+        out["sum"] = (statistics["count"] * statistics["square"]).abs().sqrt()
+    return out
