@@ -171,12 +171,12 @@ def test_noise_per_output_keeps_outputs_apart(jacobian: Oracle) -> None:
 def test_curvature_of_softmax_needs_no_matrix() -> None:
     from lapwing.curvature import products
 
-    f, v = double(4, 6, seed=0), double(3, 4, 6, seed=1)
+    f, v, y = double(4, 6, seed=0), double(3, 4, 6, seed=1), torch.zeros(4).long()
     likelihood = lw.likelihoods.Categorical()
     root = likelihood.hessian_root(f)
     expected = torch.einsum("mcq,mdq,kmd->kmc", root, root, v)
-    torch.testing.assert_close(products.output_curvature(likelihood, f, v), expected, atol=1e-12, rtol=1e-12)
-    draws = products.colored(likelihood, f[:1], 100_000, torch.Generator().manual_seed(0))[:, 0]
+    torch.testing.assert_close(products.output_curvature(likelihood, f, y, v), expected, atol=1e-12, rtol=1e-12)
+    draws = likelihood.curvature_noise(f[:1], y[:1], 100_000, torch.Generator().manual_seed(0))[:, 0]
     gap = draws.mT @ draws / len(draws) - root[0] @ root[0].mT
     assert float(gap.abs().max()) < 5 * 0.25 * (2 / len(draws)) ** 0.5
 

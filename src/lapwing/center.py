@@ -29,7 +29,7 @@ from lapwing import data as loading
 from lapwing.curvature import BUDGET, State
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.cover import cover
-from lapwing.curvature.products import curvature_trace, output_curvature
+from lapwing.curvature.products import output_curvature
 from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import differing
 from lapwing.distributed import Ranks
@@ -255,7 +255,11 @@ class Objective:
 
     def score(self, z: Tensor) -> Tensor:
         """∂ log p(y | z), (m, c)."""
-        return self.likelihood.score(z, self.jacobian.y) * self.weights
+        return self.likelihood.gradient(z, self.jacobian.y)
+
+    def curved(self, z: Tensor, v: Tensor) -> Tensor:
+        """−∂² log p(y | z) v, (k, m, c)."""
+        return output_curvature(self.likelihood, z, self.jacobian.y, v)
 
     def gradient(self, v: Tensor, pulled: Tensor) -> Tensor:
         """Of the log joint density, uphill: Jᵀ score − A(v − m)."""
@@ -271,8 +275,8 @@ class Objective:
         """Σ J_nᵀ Λ(z_n) J_n from the rows of J, as an operator."""
         rows = self.jacobian.rows
         assert rows is not None
-        root = self.likelihood.hessian_root(z) * self.weights.sqrt()  # (m, c, q)
-        r = torch.einsum("mcq,mcp->mqp", root, rows.reshape(*z.shape, -1)).flatten(0, 1)
+        root = self.likelihood.scaled_root(z, self.jacobian.y)  # (m, c, q)
+        r = torch.einsum("mcq,mcp->mqp", root, rows.reshape(*z.shape, rows.shape[1])).flatten(0, 1)
         if sum(self.jacobian.counts) < r.shape[1]:
             r = torch.cat(self.jacobian.ranks.joined([r], "rows of the Hessian"))
             return RootPlusDiagonal(HeldRows(r), Diagonal(r.new_ones(1), len(r)))
@@ -286,7 +290,7 @@ class Objective:
         """The residual that rounding of the outputs leaves: ‖Λ^½ δz‖ for δz of the last place of z."""
         jacobian = self.jacobian
         reach = torch.stack([z, jacobian.f])
-        loss = (reach * torch.stack([output_curvature(self.likelihood, z, one.unsqueeze(0))[0] for one in reach])).sum()
+        loss = (reach * torch.stack([self.curved(z, one.unsqueeze(0))[0] for one in reach])).sum()
         (loss,) = jacobian.total(loss)
         return ROUNDING * jacobian.eps * (float(loss.clamp(min=0).sqrt()) / self.size(v) + 1)
 
@@ -323,7 +327,7 @@ class Space:
         moves, images = [], self.images.flatten(1)
         prior = (self.directions * objective.a) @ self.directions.mT
         for _ in range(NEWTON if len(images) else 0):
-            pushed = output_curvature(objective.likelihood, z, self.images).flatten(1)
+            pushed = objective.curved(z, self.images).flatten(1)
             curved, slope = objective.jacobian.total(pushed @ images.mT, images @ objective.score(z).flatten())
             slope = slope - self.directions @ (objective.a * (v - objective.m))
             alpha = _semidefinite_solve(curved + prior, slope)
@@ -423,7 +427,7 @@ def _stretch(likelihood: Likelihood, z: Tensor, jacobian: Jacobian) -> float:
     """tr Λ(z) / tr Λ(f), summed over data: Ĝ was taken at f, where a confident network has next to no curvature."""
     if likelihood.quadratic:
         return 1.0
-    traces = [curvature_trace(likelihood, outputs) for outputs in (z, jacobian.f)]
+    traces = [float(likelihood.curvature_trace(outputs, jacobian.y).sum()) for outputs in (z, jacobian.f)]
     here, there = jacobian.total(torch.tensor(traces, dtype=torch.float64))[0].tolist()
     return min(max(here / there, 1e-6), 1e6) if there > 0 else 1.0
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lapwing import data as loading
 from lapwing.curvature import Diagonal, State, accumulate, probe
-from lapwing.curvature.accumulate import flat_outputs
+from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.layered import LayeredSum
 from lapwing.curvature.products import gauss_newton
 from lapwing.distributed import Ranks
@@ -200,9 +200,8 @@ def _trace(reader: Reader, k: int, generator: torch.Generator, budget: int, exac
     with reader.ranks.told("the trace"):
         for x, y in reader.each("trace"):
             f = sums.forward(x)
-            root = likelihood.hessian_root(flat_outputs(f))  # (m, c, q)
-            weights = likelihood.curvature_weights("exact").to(root).sqrt()
-            signs = _signs((k, len(root), root.shape[-1]), own_signs, root) * weights
+            root = likelihood.scaled_root(flat_outputs(f), flat_targets(f, y))  # (m, c, q)
+            signs = _signs((k, len(root), root.shape[-1]), own_signs, root)
             u = torch.einsum("mcq,kmq->kmc", root, signs).reshape(k, *f.shape).transpose(0, 1)
             sums.observe(x, y, f, u, column)
     reader.check()

@@ -44,7 +44,7 @@ class Factor:
 def output_factor(factor: Factor, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
     """S (m, c, k) for outputs f (m, c) and targets y, one row a position."""
     if factor.kind == "exact":
-        return likelihood.hessian_root(f)
+        return likelihood.curvature_root(f, y)
     if factor.kind == "empirical":
         return likelihood.score(f, y).unsqueeze(-1)
     unit = likelihood.replace(**{k: torch.ones_like(v) for k, v in likelihood.hyperparameters.items()})

@@ -25,7 +25,7 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Diagonal, Kronecker
 from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.parts import Part
-from lapwing.curvature.products import carry, colored, pieces, unit_curvature
+from lapwing.curvature.products import carry, pieces
 from lapwing.curvature.state import State, differing
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue, Unsupported
@@ -107,7 +107,7 @@ class DataRoot:
         def middle(f: Tensor, jv: Tensor) -> Tensor:
             if watch is not None and not found:
                 watch.see(f, y)
-            u, square = self._weighted(f, jv, weights)
+            u, square = self._weighted(f, self.likelihood.rows(y, len(f)), jv, weights)
             found.append(square)
             return u
 
@@ -119,12 +119,12 @@ class DataRoot:
                 "network has a derivative there that is not finite, or the inputs changed; check that batch"
             )
 
-    def _weighted(self, f: Tensor, jv: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _weighted(self, f: Tensor, y: Tensor, jv: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Λ J v under the weights, (k, m, c), and (J v)ᵀΛ_h(J v), (k, h)."""
         if self.weights == 1:
-            u = unit_curvature(self.likelihood, f, jv)
+            u = self.likelihood.curvature_product(f, y, jv)
             return u * weights[0].to(u), (u * jv).sum((1, 2), dtype=torch.float64).unsqueeze(-1)
-        root = self.likelihood.hessian_root(f)
+        root = self.likelihood.curvature_root(f, y)
         inner = torch.einsum("mcq,kmc->kmq", root, jv)
         return torch.einsum("mcq,kmq->kmc", root, inner * weights.to(inner)), inner.square().sum(1, dtype=torch.float64)
 
@@ -157,11 +157,12 @@ class DataRoot:
             for x, y in self._each():
                 f = self.tangent(x)
                 flat = flat_outputs(f)
+                rows = self.likelihood.rows(y, len(flat))
                 watch.see(flat, y)
                 if self.weights == 1:
-                    u = [colored(self.likelihood, flat, k, own)]
+                    u = [self.likelihood.curvature_noise(flat, rows, k, own)]
                 else:
-                    root = self.likelihood.hessian_root(flat)
+                    root = self.likelihood.curvature_root(flat, rows)
                     e = torch.randn((k, *root[:, 0].shape), generator=own, dtype=root.dtype, device=own.device)
                     u = [root[..., h] * e[..., h : h + 1].to(root) for h in range(self.weights)]
                 for into, one in zip(total, u, strict=True):

@@ -9,7 +9,6 @@ costs a push and a pull. With Λ_n = S_n S_nᵀ in the middle it is the generali
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,15 +17,15 @@ from torch import Tensor
 
 from lapwing import data as loading
 from lapwing import tree
-from lapwing.curvature.accumulate import flat_outputs, flat_targets
-from lapwing.likelihoods import Categorical, Likelihood
+from lapwing.curvature.accumulate import flat_outputs
+from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
 AT_ONCE = 16  # vectors pushed through the network together
 SMALL = 2**18  # numbers in the vectors of a small network, which are pushed through it together
 TOGETHER, LARGEST = 128, 64  # vectors times examples, and examples, that convolutions run on at once: more leave caches
 
-Middle = Callable[[Tensor, Tensor, Tensor], Tensor]  # f (m, c), J V (k, m, c), y -> (k, m, c), one row a position
+Middle = Callable[[Tensor, Tensor, Any], Tensor]  # f (m, c), J V (k, m, c), y of a batch -> (k, m, c), a row a position
 
 
 @torch.inference_mode(False)
@@ -42,7 +41,7 @@ def transport(
             for piece, targets in pieces(tangent, x, y, len(v)):
 
                 def between(f: Tensor, jv: Tensor, y: Any = targets) -> Tensor:
-                    return middle(f, jv, flat_targets(f, y))
+                    return middle(f, jv, y)
 
                 carry(tangent, piece, v, between, total)
     return ranks.total([total], "a product")[0]
@@ -83,63 +82,23 @@ def pieces(tangent: TangentModel, x: Any, y: Any, k: int) -> Iterator[tuple[Any,
 # -- the middle ---------------------------------------------------------------------------------------------------
 
 
-def output_curvature(likelihood: Likelihood, f: Tensor, v: Tensor) -> Tensor:
-    """Λ v at outputs f (m, c), at the likelihood's own noise: v (k, m, c) -> (k, m, c)."""
+def output_curvature(likelihood: Likelihood, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    """Λ v at outputs f (m, c) and their targets, at the likelihood's own noise: v (k, m, c) -> (k, m, c)."""
     weights = likelihood.curvature_weights("exact")
     if len(weights) == 1:
-        out = unit_curvature(likelihood, f, v)
+        out = likelihood.curvature_product(f, y, v)
         return out * weights[0].to(out)
-    root = likelihood.hessian_root(f)  # (m, c, q), unit scale
+    root = likelihood.curvature_root(f, y)  # (m, c, q), unit scale
     inner = torch.einsum("mcq,kmc->kmq", root, v.to(root))
     return torch.einsum("mcq,kmq->kmc", root, inner * weights.to(root))
-
-
-@functools.singledispatch
-def unit_curvature(likelihood: Likelihood, f: Tensor, v: Tensor) -> Tensor:
-    """S Sᵀ v at unit scale, v (k, m, c)."""
-    root = likelihood.hessian_root(f)
-    return torch.einsum("mcq,kmq->kmc", root, torch.einsum("mcq,kmc->kmq", root, v.to(root)))
-
-
-@unit_curvature.register
-def _(likelihood: Categorical, f: Tensor, v: Tensor) -> Tensor:
-    p = torch.softmax(f, -1)  # p∘v − p pᵀv: no matrix of outputs by outputs
-    pv = p * v.to(p)
-    return pv - p * pv.sum(-1, keepdim=True)
-
-
-@functools.singledispatch
-def curvature_trace(likelihood: Likelihood, f: Tensor) -> float:
-    """Σ tr S Sᵀ over outputs f (m, c), at unit scale."""
-    return float(likelihood.hessian_root(f).square().sum())
-
-
-@curvature_trace.register
-def _(likelihood: Categorical, f: Tensor) -> float:
-    p = torch.softmax(f, -1)
-    return float((p * (1 - p)).sum())
-
-
-@functools.singledispatch
-def colored(likelihood: Likelihood, f: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """S e for k standard normal e, which has the covariance Λ at unit scale: (k, m, c)."""
-    root = likelihood.hessian_root(f)
-    return torch.einsum("mcq,kmq->kmc", root, _normal((k, len(root), root.shape[-1]), generator, root))
-
-
-@colored.register
-def _(likelihood: Categorical, f: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    p = torch.softmax(f, -1)
-    e = p.sqrt() * _normal((k, *p.shape), generator, p)  # (diag √p − p √pᵀ) e
-    return e - p * e.sum(-1, keepdim=True)
-
-
-def _normal(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
 
 
 def gauss_newton(
     tangent: TangentModel, likelihood: Likelihood, batches: Iterable[Any], v: Tensor, progress: bool = False
 ) -> Tensor:
     """G v for vectors v (k, p), with the exact output factor: (k, p), float64."""
-    return transport(tangent, batches, v, lambda f, jv, _: output_curvature(likelihood, f, jv), progress)
+
+    def middle(f: Tensor, jv: Tensor, y: Any) -> Tensor:
+        return output_curvature(likelihood, f, likelihood.rows(y, len(f)), jv)
+
+    return transport(tangent, batches, v, middle, progress)

@@ -133,6 +133,25 @@ class Likelihood:
         """S with S Sᵀ = −∂²_f log p at unit scale, (n, c, k)."""
         raise NotImplementedError
 
+    def curvature_root(self, f: Tensor, y: Tensor) -> Tensor:
+        """S at the rows of the data, (n, c, k): hessian_root(f), unless what rows weigh depends on their targets."""
+        return self.hessian_root(f)
+
+    def curvature_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """S Sᵀ v at unit scale, v (k, n, c)."""
+        root = self.curvature_root(f, y)
+        return torch.einsum("ncq,knq->knc", root, torch.einsum("ncq,knc->knq", root, v.to(root)))
+
+    def curvature_trace(self, f: Tensor, y: Tensor) -> Tensor:
+        """tr S Sᵀ of each row at unit scale, (n,)."""
+        return self.curvature_root(f, y).square().sum((-1, -2))
+
+    def curvature_noise(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator) -> Tensor:
+        """S e for k standard normal e, which has the covariance S Sᵀ: (k, n, c)."""
+        root = self.curvature_root(f, y)
+        noise = standard_normal(root[:, 0].expand(k, *root[:, 0].shape), generator)
+        return torch.einsum("ncq,knq->knc", root, noise)
+
     def unit_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """log p at unit scale up to constants, cut by weight: (n, g), so that ∂² log p = Σ_g w_g ∂² of column g."""
         return self.log_prob(f, y).unsqueeze(-1)
@@ -141,6 +160,16 @@ class Likelihood:
         """w (g,) for a given output factor: 1, unless there are hyperparameters."""
         self._fixed("curvature_weights")
         return torch.ones(1, dtype=torch.float64)
+
+    # -- and at the likelihood's own hyperparameters ----------------------------------------------------------------
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """∂_f log p(y | f), (n, c)."""
+        return self.score(f, y) * self.curvature_weights().to(f)
+
+    def scaled_root(self, f: Tensor, y: Tensor) -> Tensor:
+        """S with S Sᵀ = −∂²_f log p, (n, c, k)."""
+        return self.curvature_root(f, y) * self.curvature_weights().sqrt().to(f)
 
     # -- the fit, from sums ---------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods.base import Likelihood, check_labels
+from lapwing.likelihoods.base import Likelihood, check_labels, standard_normal
 
 
 @dataclass(frozen=True)
@@ -51,3 +51,19 @@ class Categorical(Likelihood):
         r = p.sqrt()
         R = torch.diag_embed(r) - p.unsqueeze(-1) * r.unsqueeze(-2)
         return R[..., :-1] - R[..., -1:] * (r[..., :-1] / (1 + r[..., -1:])).unsqueeze(-2)
+
+    # without a matrix of outputs by outputs, which a vocabulary could not have
+
+    def curvature_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        p = torch.softmax(f, -1)
+        pv = p * v.to(p)
+        return pv - p * pv.sum(-1, keepdim=True)
+
+    def curvature_trace(self, f: Tensor, y: Tensor) -> Tensor:
+        p = torch.softmax(f, -1)
+        return (p * (1 - p)).sum(-1)
+
+    def curvature_noise(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator) -> Tensor:
+        p = torch.softmax(f, -1)
+        e = p.sqrt() * standard_normal(p.expand(k, *p.shape), generator)  # (diag √p − p √pᵀ) e
+        return e - p * e.sum(-1, keepdim=True)

@@ -56,7 +56,7 @@ class Surrogate:
             f = moved.apply(self.tangent.params, x)
             pushed = vmap(push, chunk_size=CHUNK)(vectors)  # J z (r, n, ..., c)
         flat, targets = flat_outputs(f), flat_targets(f, y)
-        S = self.likelihood.hessian_root(flat)  # (m, c, k)
+        S = self.likelihood.curvature_root(flat, targets)  # (m, c, k)
         columns = torch.einsum("mck,rmc->rmk", S, pushed.reshape(len(pushed), *flat.shape).to(S))
         weights = self.likelihood.curvature_weights("exact").to(flat.device)
         quadratic = (columns.double().square() * weights).sum()
