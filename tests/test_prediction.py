@@ -180,11 +180,37 @@ def test_binary_probit_is_within_two_hundredths_of_the_logistic_normal_mean() ->
 
 @pytest.mark.parametrize(
     ("kind", "link"),
-    [*itertools.product(CLASS_LIKELIHOODS, ["auto", "probit", "monte_carlo"]), ("categorical", "probit_centered")],
+    [
+        *itertools.product(CLASS_LIKELIHOODS, ["auto", "probit", "monte_carlo"]),
+        ("categorical", "probit_centered"),
+        ("categorical", "mean_field"),
+    ],
 )
 def test_without_variance_a_link_is_softmax_or_sigmoid(kind: str, link: str) -> None:
     mean, cov = gaussian_outputs(0)
     close(lw.Prediction(CLASS_LIKELIHOODS[kind], mean, 0 * cov, link).mean, probabilities(kind, mean), 1e-12)
+
+
+def test_the_mean_field_link_of_two_classes_is_the_probit_of_their_difference() -> None:
+    """Two logits are one, f₁ − f₀, of variance V₀₀ + V₁₁ − 2 V₀₁."""
+    for seed in SEEDS:
+        mean, cov = gaussian_outputs(seed, c=2, scale=2.0)
+        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, cov, "mean_field").mean
+        gap, var = mean[:, 1:] - mean[:, :1], cov[:, :1, :1] + cov[:, 1:, 1:] - 2 * cov[:, :1, 1:]
+        close(found[:, 1:], lw.Prediction(CLASS_LIKELIHOODS["bernoulli"], gap, var, "probit").mean)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+def test_the_mean_field_link_is_nearer_to_the_truth_than_the_probit(scale: float) -> None:
+    """On average; it knows the covariance of the logits."""
+    errors = {"probit": 0.0, "mean_field": 0.0}
+    for seed in SEEDS:
+        mean, cov = gaussian_outputs(seed, n=20, c=4, scale=scale)
+        truth = brute_force(mean, cov, 20_000).softmax(-1).mean(0)
+        for link in errors:
+            found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, cov, link).mean
+            errors[link] += float((found - truth).abs().mean())
+    assert errors["mean_field"] < errors["probit"]
 
 
 def dirichlet_image(alpha: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,6 +252,7 @@ def test_only_probit_counts_the_variance_of_a_common_shift() -> None:
         return float((plain - shifted).abs().max())
 
     assert change("probit_centered", 5.0) < 1e-12
+    assert change("mean_field", 5.0) < 1e-12
     assert change("monte_carlo", 5.0) < 2 * ERROR
     assert change("probit", 5.0) > 0.05
 

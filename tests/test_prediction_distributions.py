@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -235,6 +236,92 @@ def test_binary_probabilities_of_one_output_are_their_integrals() -> None:
         truth = on_a_grid(float(mean[i]), float(cov[i]), torch.sigmoid)
         assert abs(float(prediction.mean[i]) - float(truth)) < 1e-8
         assert abs(float(prediction.log_prob(torch.ones(4, 1))[i]) - math.log(float(truth))) < 1e-8
+
+
+# -- likelihoods of the package ----------------------------------------------------------------------------------------
+
+
+def by_scipy(likelihood: Any, f: Tensor) -> Any:
+    f = f.numpy()
+    if likelihood.name == "studentt":
+        return stats.t(float(likelihood.nu), loc=f, scale=float(likelihood.s))
+    if likelihood.name == "poisson":
+        return stats.poisson(np.exp(f))
+    r = float(likelihood.r)
+    return stats.nbinom(r, r / (r + np.exp(f)))
+
+
+NAMED = [
+    lw.likelihoods.Poisson(),
+    lw.likelihoods.NegativeBinomial(2.5),
+    lw.likelihoods.StudentT(0.3, 5.0),
+    lw.likelihoods.StudentT(0.3, 1.0),
+]
+
+
+@pytest.mark.parametrize("likelihood", NAMED, ids=lambda l: f"{l.name} {float(getattr(l, 'df', 0)):g}")
+def test_counts_and_heavy_tails_against_scipy(likelihood: Any) -> None:
+    mean, cov = gaussian_outputs(2, n=2, scale=0.8)
+    prediction = lw.Prediction(likelihood, mean, cov)
+    quantiles = {q: prediction.quantile(q) for q in (0.05, 0.5, 0.99)}
+    for i, j in [(i, j) for i in range(2) for j in range(2)]:
+        f = float(mean[i, j]), float(cov[i, j, j])
+
+        def average(of_y: Callable[[Any], Any], f: tuple[float, float] = f) -> float:
+            return float(on_a_grid(*f, lambda at: of_y(by_scipy(likelihood, at))))
+
+        for q, found in quantiles.items():
+            y = float(found[i, j])
+            if likelihood.counts:
+                assert average(lambda p, y=y: p.cdf(y)) >= q - 1e-9
+                assert y == 0 or average(lambda p, y=y: p.cdf(y - 1)) < q + 1e-9
+            else:
+                assert abs(average(lambda p, y=y: p.cdf(y)) - q) < 1e-8
+        if float(getattr(likelihood, "df", 3.0)) > 2:
+            assert abs(float(prediction.aleatoric[i, j]) / average(lambda p: p.var()) - 1) < 1e-8
+            assert abs(float(prediction.mean[i, j]) - average(lambda p: p.mean())) < 1e-8
+    if float(getattr(likelihood, "df", 3.0)) <= 1:
+        with pytest.raises(lw.errors.Unsupported, match="mean"):
+            prediction.mean  # noqa: B018
+
+
+def test_student_noise_is_not_taken_for_gaussian() -> None:
+    mean, cov = gaussian_outputs(2, n=2, c=1)
+    likelihood = lw.likelihoods.StudentT(0.3, 5.0)
+    y = mean + 4.0  # far out
+    found = lw.Prediction(likelihood, mean, cov).log_prob(y)
+    for i in range(2):
+        truth = on_a_grid(
+            float(mean[i]), float(cov[i]), lambda f, i=i: stats.t.pdf(float(y[i]), 5.0, loc=f.numpy(), scale=0.3)
+        )
+        assert abs(float(found[i]) - math.log(float(truth))) < 1e-8
+
+
+def test_ordered_classes_are_integrals_of_their_probabilities() -> None:
+    mean, cov = gaussian_outputs(4, c=1, scale=2.0)
+    likelihood = lw.likelihoods.Ordinal((-1.0, 0.2, 1.5))
+    prediction = lw.Prediction(likelihood, mean, cov)
+    cuts = torch.tensor([-1.0, 0.2, 1.5], dtype=torch.float64)
+    for i in range(4):
+        below = [float(on_a_grid(float(mean[i]), float(cov[i]), lambda f, b=b: torch.sigmoid(b - f))) for b in cuts]
+        p = torch.tensor([*below, 1.0], dtype=torch.float64).diff(prepend=torch.zeros(1, dtype=torch.float64))
+        close(prediction.probs[i], p)
+        close(prediction.total[i], p * (1 - p))
+        close(prediction.entropy[i], -(p * p.log()).sum())
+    every = torch.stack([prediction.log_prob(torch.full((4,), k)) for k in range(4)], -1)
+    close(every.exp(), prediction.probs)
+    low, high = prediction.interval(0.5)
+    assert low.shape == (4, 4)
+    assert (low <= high).all()
+
+
+def test_preferences_have_the_links_of_classes() -> None:
+    mean, cov = gaussian_outputs(5)
+    for link in ("auto", "mean_field", "bridge", "monte_carlo"):
+        close(
+            lw.Prediction(lw.likelihoods.BradleyTerry(), mean, cov, link).probs,
+            lw.Prediction(lw.likelihoods.Categorical(), mean, cov, link).probs,
+        )
 
 
 # -- the delta method ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods.base import Likelihood, check_same_shape
+from lapwing.likelihoods.special import betainc
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class NegativeBinomial(_Counts):
 
     def variance(self, f: Tensor) -> Tensor:
         return f.exp() + (2 * f).exp() / self.r.to(f)
+
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor:
+        away = f - self.r.to(f).log()
+        return betainc(self.r.to(f), y.to(f).floor() + 1, torch.sigmoid(-away), torch.sigmoid(away))
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         share = torch.sigmoid(self.r.to(f).log() - f)  # r/(r + μ)

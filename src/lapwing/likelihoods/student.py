@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
+from lapwing.likelihoods.special import betainc
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class StudentT(Likelihood):
     def variance(self, f: Tensor) -> Tensor:
         s, nu = self.s.to(f), self.nu.to(f)
         return torch.where(nu > 2, s.square() * nu / (nu - 2), math.inf).expand(f.shape)
+
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor:
+        z, nu = (y - f) / self.s.to(f), self.nu.to(f)
+        tail = 0.5 * betainc(0.5 * nu, torch.full_like(nu, 0.5), nu / (nu + z.square()), z.square() / (nu + z.square()))
+        return torch.where(z > 0, 1 - tail, tail)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         residual, s, nu = y.to(f) - f, self.s.to(f), self.nu.to(f)

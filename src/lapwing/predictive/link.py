@@ -33,11 +33,10 @@ DRAWS = 512
 
 def resolve(likelihood: Likelihood, link: str) -> str:
     """The link that is meant; "auto" is the first that the likelihood has."""
-    offered = tuple(CLOSED.get(likelihood.response, {}))
-    if likelihood.normal and likelihood.response != "identity":
-        offered += ("delta",)
-    if likelihood.response != "identity":
-        offered += ("monte_carlo",)
+    exact = likelihood.normal and likelihood.response == "identity"
+    offered = tuple(CLOSED.get(likelihood.response, {})) if exact or likelihood.classes else ()
+    if not exact:
+        offered += ("delta", "monte_carlo") if likelihood.normal else ("monte_carlo",)
     if link == "auto":
         return offered[0]
     if link not in offered:

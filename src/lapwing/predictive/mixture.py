@@ -2,8 +2,8 @@
 
     F(y) = Σ_s w_s F(y | f_s),   quantile(q) = the least y with F(y) ≥ q
 
-F is known through the likelihood's own distribution function; its inverse is found by bisection, among integers for
-counts. Nodes f_s (s, n, c), targets y (n, t).
+F is known through the likelihood's own distribution function; its inverse is found within brackets, among integers for
+counts. Nodes f_s (s, n, c), targets y (n, t). ITP: Oliveira and Takahashi 2020.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.predictive.nodes import Nodes
 
 DOUBLINGS = 200
+FEW = 16  # draws of y at the mean of f, to tell where to look
 REPEATS = 16  # draws of y at each node, where there is no distribution function
 
 
@@ -31,13 +32,11 @@ def quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
         assert each is not None
         return nodes.average(each)
 
-    mean = nodes.average(likelihood.mean(nodes.f))
+    some = likelihood.sample(nodes.average(nodes.f).expand(FEW, *nodes.f.shape[1:]), torch.Generator().manual_seed(0))
+    center, width = some.median(0).values, some.amax(0) - some.amin(0)
     if likelihood.counts:
-        return _least_integer(F, q, mean)
-    center = torch.where(torch.isfinite(mean), mean, 0.0)
-    variance = nodes.average(likelihood.variance(nodes.f) + (likelihood.mean(nodes.f) - center).square())
-    width = torch.where(torch.isfinite(variance) & (variance > 0), variance.sqrt(), 1 + center.abs())
-    return _inverse(F, q, center, width)
+        return _least_integer(F, q, torch.zeros_like(center))
+    return _inverse(F, q, center, torch.where(width > 0, width, 1 + center.abs()))
 
 
 def sample_quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
@@ -48,19 +47,29 @@ def sample_quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
 
 
 def _inverse(F: Callable[[Tensor], Tensor], q: float, center: Tensor, width: Tensor) -> Tensor:
-    low = _beyond(lambda y: F(y) < q, center, -width)
-    high = _beyond(lambda y: F(y) >= q, center, width)
-    eps = torch.finfo(low.dtype).eps
-    while bool((high - low > 4 * eps * torch.maximum(torch.maximum(low.abs(), high.abs()), width)).any()):
-        middle = 0.5 * (low + high)
-        below = F(middle) < q
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    """By the ITP method: bisection's worst case, and where F is smooth the few steps of a secant."""
+    low, high = _beyond(lambda y: F(y) < q, center, -width), _beyond(lambda y: F(y) >= q, center, width)
+    under, over = F(low) - q, F(high) - q
+    start, eps = high - low, torch.finfo(low.dtype).eps
+    exact = 4 * eps * torch.maximum(torch.maximum(low.abs(), high.abs()), width)
+    slack = exact * 2 ** torch.ceil(torch.log2(start / exact))
+    while bool((high - low > 2 * exact).any()):
+        middle, half = 0.5 * (low + high), 0.5 * (high - low)
+        secant = (over * low - under * high) / (over - under)
+        toward = torch.sign(middle - secant)
+        pushed = secant + toward * torch.minimum(0.2 * (2 * half).square() / start, (middle - secant).abs())
+        r = (slack - half).clamp(min=0)  # how far from the middle it may go and still be done in time
+        y = torch.where((pushed - middle).abs() <= r, pushed, middle - toward * r)
+        slack = 0.5 * slack
+        away = F(y) - q
+        below, met = away < 0, away.abs() <= 4 * eps * q  # as far as F is known
+        low, under = torch.where(below | met, y, low), torch.where(below, away, under)
+        high, over = torch.where(below & ~met, high, y), torch.where(below, over, away)
     return 0.5 * (low + high)
 
 
-def _least_integer(F: Callable[[Tensor], Tensor], q: float, mean: Tensor) -> Tensor:
-    low = torch.full_like(mean, -1.0)  # F = 0
-    high = _beyond(lambda y: F(y) >= q, torch.zeros_like(mean), (2 * mean).ceil().clamp(min=1, max=2.0**40))
+def _least_integer(F: Callable[[Tensor], Tensor], q: float, zero: Tensor) -> Tensor:
+    low, high = zero - 1, _beyond(lambda y: F(y) >= q, zero, zero + 1)  # F(−1) = 0
     while bool((high - low > 1).any()):
         middle = torch.floor(0.5 * (low + high))
         below = (F(middle.clamp(min=0)) < q) | (middle < 0)

@@ -83,13 +83,11 @@ def drawn(f: Tensor) -> Nodes:
     return Nodes(f, f.new_full((len(f), 1), -math.log(len(f))))
 
 
-def fine(epistemic: Tensor, aleatoric: Tensor) -> int:
-    """How many steps resolve p(y | f) along the line, a power of two: it is √(aleatoric/epistemic) of a standard
-    deviation wide, and four steps within that leave an error of rounding. Without a variance its width is not known."""
-    ratio = float(
-        torch.where(torch.isfinite(aleatoric), (epistemic / aleatoric).sqrt(), MOST).nan_to_num(nan=MOST).max()
-    )
-    return int(min(MOST, max(STEPS, 2 ** math.ceil(math.log2(max(1.0, min(4 * ratio, MOST)))))))
+def fine(sharpness: Tensor) -> int:
+    """How many steps resolve p(y | f) along the line, a power of two: it is 1/√sharpness of a standard deviation wide,
+    and four steps within that leave an error of rounding."""
+    wanted = 4 * float(sharpness.nan_to_num(nan=0.0).max().sqrt())
+    return int(2 ** math.ceil(math.log2(min(MOST, max(STEPS, wanted)))))
 
 
 @functools.lru_cache(maxsize=8)

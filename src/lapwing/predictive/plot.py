@@ -1,8 +1,8 @@
 """A picture of a prediction over inputs of one or two dimensions, with both kinds of uncertainty.
 
-One dimension: the mean, the band of its epistemic part (±2 √epistemic), and the interval of y around it; for classes,
-each probability with its interval over the posterior. Two dimensions: the mean (for classes, the most probable one) and
-beside it the epistemic and aleatoric standard deviations (for classes, their entropies).
+One dimension: the mean, the interval of y, and within it the band of its epistemic part alone, ±z √epistemic; for
+classes, each probability with its interval over the posterior. Two dimensions: the mean (for classes, the most probable
+one) and beside it the epistemic and aleatoric standard deviations (for classes, their entropies).
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def _inputs(prediction: Prediction, x: Any) -> tuple[Tensor, int]:
 def _over_line(Figure: Any, prediction: Prediction, x: Tensor, data: Any, level: float) -> Any:
     order = x[:, 0].argsort()
     at, classes = x[order, 0].numpy(), prediction.likelihood.classes
+    z = float(torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=torch.float64)))
     low, high = (t.detach().cpu()[order] for t in prediction.interval(level))
-    mean, spread = prediction.mean.detach().cpu()[order], 2 * prediction.epistemic.detach().cpu()[order].sqrt()
+    mean, spread = prediction.mean.detach().cpu()[order], z * prediction.epistemic.detach().cpu()[order].sqrt()
     picture = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = picture.subplots()
     for j, color in zip(range(mean.shape[-1]), COLORS, strict=False):
@@ -65,7 +66,7 @@ def _over_line(Figure: Any, prediction: Prediction, x: Tensor, data: Any, level:
             at, low[:, j], high[:, j], color=color, alpha=0.15, lw=0, label=f"{100 * level:g} % of y{which}"
         )
         around = (mean[:, j] - spread[:, j], mean[:, j] + spread[:, j])
-        axes.fill_between(at, *around, color=color, alpha=0.35, lw=0, label=f"±2 epistemic{which}")
+        axes.fill_between(at, *around, color=color, alpha=0.35, lw=0, label=f"its epistemic part{which}")
     if data is not None:
         targets = data[1].reshape(len(data[1]), -1)
         for j, color in zip(range(targets.shape[-1]), COLORS, strict=False):

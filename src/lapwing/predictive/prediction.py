@@ -171,8 +171,8 @@ class Prediction:
         """P(target ≤ y) of each target by itself, (n, ..., t)."""
         self._check_ordered()
         y = y.to(self.f_mean.device)
-        if y.shape != self.mean.shape:
-            raise InvalidValue(f"cdf takes one y for each target, {tuple(self.mean.shape)}, got {tuple(y.shape)}")
+        if y.shape[:-1] != self.f_mean.shape[:-1] or y.ndim != self.f_mean.ndim:
+            raise InvalidValue(f"cdf takes one y for each target, as log_prob does, got {tuple(y.shape)}")
         if self._normal:
             return torch.special.ndtr((y - self.mean) / self.std)
         targets, parts = y.reshape(-1, y.shape[-1]), []
@@ -256,7 +256,15 @@ class Prediction:
     @property
     def _has_cdf(self) -> bool:
         f = self.f_mean.reshape(-1, self.f_mean.shape[-1])[:1]
-        return self.likelihood.cdf(f, self.likelihood.mean(f)) is not None
+        return self.likelihood.cdf(f, f.new_zeros(1, 1)) is not None
+
+    @property
+    def _sharpness(self) -> Tensor:
+        """How much wider the posterior over f is than p(y|f), squared: by variances, or by the information in y where
+        it has none."""
+        if bool(torch.isfinite(self.likelihood.variance(self.f_mean)).all()):
+            return self._moments["epistemic"] / self._moments["aleatoric"]
+        return self.f_var * self.likelihood.hessian_root(self.f_mean).square().sum(-1)
 
     def _check_classes(self) -> None:
         if not self.likelihood.classes:
@@ -303,7 +311,7 @@ class Prediction:
         cov = None if outputs is not None else self.marginal.reshape(-1, c, c)
         steps = nodes.STEPS
         if by_line and sharp and outputs is None:
-            steps = nodes.fine(self._moments["epistemic"], self._moments["aleatoric"])
+            steps = nodes.fine(self._sharpness)
         count = max(DRAWS, 2 * nodes.REACH * steps) if outputs is None else len(outputs)
         size = max(1, CHUNK // (count * c))
         for start in range(0, len(mean), size):
