@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, distributions, nn
 from torch.testing import assert_close
 
+import lapwing as lw
+from lapwing import tree
 from lapwing.errors import InvalidValue
 from lapwing.operators import linalg
 from lapwing.priors import Gaussian
@@ -314,3 +316,13 @@ def test_a_loose_prior_says_that_it_is_not_bound(layout: Layout) -> None:
     for use in (prior.operator, prior.named, prior.mean_vector, lambda: prior.log_prob({})):
         with pytest.raises(InvalidValue, match="not bound"):
             use()
+
+
+def test_a_network_of_one_layer_has_one_precision_a_layer() -> None:
+    """Its precision is one value, expanded."""
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(4, 3).double(), torch.randn(9, 4).double(), torch.randint(3, (9,))
+    layerwise = lw.laplace(net, (x, y), "categorical", prior="layerwise")
+    assert layerwise.prior.precision.shape == (1,)
+    close(layerwise.log_evidence(center="map"), lw.laplace(net, (x, y), "categorical").log_evidence(center="map"))
+    assert tree.fingerprints({"": torch.ones(()).expand(1)}) == tree.fingerprints({"": torch.ones(1)})

@@ -160,11 +160,18 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 31)
 
 
+def raw(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, in order, on the CPU."""
+    flat = tensor.detach().cpu().reshape(-1)
+    if flat.stride() != (1,):  # one value, expanded, is contiguous to torch, and has no bytes to view
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A short hash of each tensor's dtype, shape and bytes."""
     out = {}
     for name, tensor in tensors.items():
-        data = tensor.detach().cpu().contiguous().reshape(-1)
         head = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-        out[name] = hashlib.blake2b(head + data.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+        out[name] = hashlib.blake2b(head + raw(tensor).numpy().tobytes(), digest_size=8).hexdigest()
     return out
