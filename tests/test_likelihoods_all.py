@@ -23,14 +23,22 @@ from lapwing.curvature.factor import Factor, output_factor
 from lapwing.errors import Unsupported
 from lapwing.likelihoods import (
     BradleyTerry,
+    Categorical,
+    ClassWeighted,
+    Gaussian,
     HeteroscedasticGaussian,
+    Ignoring,
+    KnownNoise,
+    LabelSmoothing,
     Likelihood,
     MeanLogVariance,
     NaturalHead,
     NegativeBinomial,
     Ordinal,
     Poisson,
+    SoftLabels,
     StudentT,
+    Weighted,
 )
 from lapwing.operators import linalg
 
@@ -72,16 +80,27 @@ class Case:
     head: Callable[[], nn.Module] = nn.Identity  # the last module of a network
     canonical: bool = True  # −∂² log p does not depend on y
     one_hot: bool = False  # y is a label, its mean a vector of probabilities
+    sample: Callable[[Any, Tensor, torch.Generator], Tensor] = lambda one, f, generator: one.sample(f, generator)
+    packed: Callable[[Any, Tensor], Tensor] = lambda _, y: y  # targets as they are fitted to
 
     def outputs_of(self, n: int, seed: int, scale: float = 1.0) -> Tensor:
         return self.inside(scale * torch.randn(n, self.outputs, generator=seeded(seed), dtype=torch.float64))
 
     def draw(self, n: int, seed: int) -> tuple[Likelihood, Tensor, Tensor]:
         likelihood, f = self.make(), self.outputs_of(n, seed)
-        return likelihood, f, likelihood.sample(f, seeded(seed + 100))
+        return likelihood, f, self.targets(likelihood, f, seed + 100)
 
-    def curvature(self, f: Tensor) -> Tensor:
-        """E_y[−∂² log p], (c, c), summed over every y (or by quadrature)."""
+    def targets(self, likelihood: Likelihood, f: Tensor, seed: int) -> Tensor:
+        return self.packed(likelihood, self.sample(likelihood, f, seeded(seed)))
+
+    def every(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.values is not None
+        return self.values(f)
+
+    def curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """E_y[−∂² log p], (c, c), summed over every y (or by quadrature); where rows weigh differently, −∂² log p."""
+        if self.values is None:
+            return -hessian(self.log_prob)(f, y)
         y, p = self.values(f)
         each = vmap(hessian(self.log_prob), in_dims=(None, 0))(f, y)
         return -torch.einsum("v,vab->ab", p, each)
@@ -168,7 +187,65 @@ def preference(f: Tensor, y: Tensor) -> Tensor:
     return torch.log(torch.sigmoid((1 - 2 * y) * (f[0] - f[1])))
 
 
+C = torch.tensor([0.3, 2.0, 1.1], dtype=torch.float64)
+
+
+def weights_of(n: int) -> Tensor:
+    return 0.25 * torch.arange(n, dtype=torch.float64)  # the first row weighs nothing
+
+
+def class_weight(y: Tensor) -> Tensor:
+    return (C * (torch.arange(3) == y)).sum()
+
+
+def categorical(f: Tensor, y: Tensor) -> Tensor:
+    return (torch.log_softmax(f, -1) * (torch.arange(len(f)) == y)).sum()
+
+
+def smoothed(f: Tensor, y: Tensor) -> Tensor:
+    t = 0.8 * (torch.arange(len(f)) == y).double() + 0.2 / len(f)
+    return (torch.log_softmax(f, -1) * t).sum()
+
+
+def gaussian(f: Tensor, y: Tensor) -> Tensor:
+    return distributions.Normal(f, 0.7).log_prob(y).sum()
+
+
+WEIGHTED: dict[str, Case] = {
+    "weighted labels": Case(
+        lambda: Weighted(Categorical()), 3, lambda f, y: y[1] * categorical(f, y[0]), None,
+        packed=lambda one, y: one.pack(y, weights_of(len(y))),
+    ),
+    "weighted gaussian": Case(
+        lambda: Weighted(Gaussian(0.7)), 2, lambda f, y: y[2] * gaussian(f, y[:2]), None,
+        packed=lambda one, y: one.pack(y, weights_of(len(y))),
+    ),
+    "weighted heteroscedastic": Case(
+        lambda: Weighted(HeteroscedasticGaussian()), 2, lambda f, y: y[1] * natural(f, y[:1]), None,
+        inside=softplus_half, head=NaturalHead, packed=lambda one, y: one.pack(y, weights_of(len(y))),
+    ),
+    "class weights": Case(
+        lambda: ClassWeighted(Categorical(), C), 3, lambda f, y: class_weight(y) * categorical(f, y), None
+    ),
+    "ignored labels with class weights": Case(
+        lambda: Ignoring(ClassWeighted(Categorical(), C), -1), 3,
+        lambda f, y: torch.where(y < 0, 0.0, class_weight(y) * categorical(f, y)), None,
+        packed=lambda _, y: torch.where(torch.arange(len(y)) % 3 == 1, -1, y),
+    ),
+    "label smoothing": Case(lambda: LabelSmoothing(0.2), 3, smoothed, None),
+    "soft labels": Case(
+        SoftLabels, 3, lambda f, y: (y * torch.log_softmax(f, -1)).sum(), None,
+        packed=lambda _, y: (y + C) / (1 + C.sum()),
+    ),
+    "known noise": Case(
+        KnownNoise, 2, lambda f, y: distributions.Normal(f, y[2:], validate_args=False).log_prob(y[:2]).sum(), None,
+        sample=lambda _, f, generator: f + torch.randn(f.shape, generator=generator, dtype=f.dtype),
+        packed=lambda one, y: one.pack(y, 0.3 + weights_of(2 * len(y)).reshape(-1, 2)),
+    ),
+}  # fmt: skip
+
 CASES: dict[str, Case] = {
+    **WEIGHTED,
     "poisson": Case(Poisson, 2, poisson, every_count(poisson, 80)),
     "negative binomial": Case(
         lambda: NegativeBinomial(2.5), 1, negative_binomial, every_count(negative_binomial, 1000), canonical=False
@@ -196,6 +273,11 @@ CASES: dict[str, Case] = {
         canonical=False,
     ),
 }  # fmt: skip
+
+
+@pytest.fixture(params=[name for name, one in CASES.items() if one.values is not None])
+def plain(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
 
 
 @pytest.fixture(params=CASES)
@@ -226,20 +308,20 @@ def test_weighted_score_is_the_gradient_of_log_prob(case: Case, seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_factor_is_the_fisher_information(case: Case, seed: int) -> None:
+def test_the_factor_is_the_fisher_information(plain: Case, seed: int) -> None:
     """S Sᵀ = E_y[−∂² log p] = E_y[score scoreᵀ], over every y; for a canonical link −∂² log p itself."""
-    likelihood, f, y = case.draw(4, seed)
+    likelihood, f, y = plain.draw(4, seed)
     S = likelihood.hessian_root(f)
     w = likelihood.curvature_weights()
     found = (S * w) @ S.mT
     for one, mine in zip(f, found, strict=True):
-        close(mine, case.curvature(one))
-        every, p = case.values(one)
+        close(mine, plain.curvature(one, y[0]))
+        every, p = plain.every(one)
         close(p.sum(), torch.ones((), dtype=torch.float64))
-        score = vmap(grad(case.log_prob), in_dims=(None, 0))(one, every)
+        score = vmap(grad(plain.log_prob), in_dims=(None, 0))(one, every)
         close(torch.einsum("v,va,vb->ab", p, score, score), mine)
-    if case.canonical:
-        close(found, -vmap(hessian(case.log_prob))(f, y))
+    if plain.canonical:
+        close(found, -vmap(hessian(plain.log_prob))(f, y))
 
 
 def test_log_prob_can_be_traced(case: Case) -> None:
@@ -258,25 +340,25 @@ def test_log_likelihood_from_sums_is_the_sum_of_log_prob(case: Case) -> None:
 
 
 def test_monte_carlo_factors_are_unbiased(case: Case) -> None:
-    likelihood, y = case.make(), torch.zeros(3)
-    f = case.outputs_of(3, 0, 0.5)
+    likelihood, f = case.make(), case.outputs_of(3, 0, 0.5)
+    y = case.targets(likelihood, f, 0)
     repeats, samples, generator = 400, 4, seeded(1)
     S = torch.stack(
         [output_factor(Factor("monte_carlo", samples), likelihood, f, y, generator) for _ in range(repeats)]
     )
     found = likelihood.curvature_weights("monte_carlo") * S @ S.mT
-    exact = torch.stack([case.curvature(one) for one in f])
+    exact = torch.stack([case.curvature(one, target) for one, target in zip(f, y, strict=True)])
     error = (found.std(0) / math.sqrt(repeats)).clamp(min=1e-12)
     assert float(((found.mean(0) - exact).abs() / error).max()) < Z
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_mean_and_variance_are_those_of_every_value(case: Case, seed: int) -> None:
-    likelihood, f, _ = case.draw(4, seed)
+def test_mean_and_variance_are_those_of_every_value(plain: Case, seed: int) -> None:
+    likelihood, f, _ = plain.draw(4, seed)
     mean, variance = likelihood.mean(f), likelihood.variance(f)
     for one, m, v in zip(f, mean, variance, strict=True):
-        y, p = case.values(one)
-        y = nn.functional.one_hot(y.long(), m.shape[-1]).double() if case.one_hot else y
+        y, p = plain.every(one)
+        y = nn.functional.one_hot(y.long(), m.shape[-1]).double() if plain.one_hot else y
         close(m, torch.einsum("v,va->a", p, y))
         close(v, torch.einsum("v,va->a", p, (y - m).square()))
     stacked = f.expand(2, *f.shape)
@@ -285,15 +367,15 @@ def test_mean_and_variance_are_those_of_every_value(case: Case, seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_samples_have_the_mean_and_variance(case: Case, seed: int) -> None:
-    likelihood, f = case.make(), case.outputs_of(3, seed, 0.5)
+def test_samples_have_the_mean_and_variance(plain: Case, seed: int) -> None:
+    likelihood, f = plain.make(), plain.outputs_of(3, seed, 0.5)
     n = 4000
     before = torch.random.get_rng_state()
     y = likelihood.sample(f.expand(n, *f.shape), seeded(seed))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(y, likelihood.sample(f.expand(n, *f.shape), seeded(seed)))
     mean, variance = likelihood.mean(f), likelihood.variance(f)
-    y = nn.functional.one_hot(y.long(), mean.shape[-1]).double() if case.one_hot else y.double()
+    y = nn.functional.one_hot(y.long(), mean.shape[-1]).double() if plain.one_hot else y.double()
     assert float(((y.mean(0) - mean) / (variance / n).sqrt()).abs().max()) < Z
     squares = (y - mean).square()
     assert float(((squares.mean(0) - variance) / (squares.std(0) / math.sqrt(n))).abs().max()) < Z
@@ -334,11 +416,11 @@ def problem(case: Case, seed: int = 0, n: int = 9) -> Problem:
     likelihood = case.make()
     with torch.no_grad():
         f = net(x)
-        y = likelihood.sample(f, seeded(seed))
+        y = case.targets(likelihood, f, seed)
     params = dict(net.named_parameters())
     jac = jacrev(lambda p: functional_call(net, p, (x,)))({k: v.detach() for k, v in params.items()})
     J = torch.cat([jac[k].reshape(n, case.outputs, -1) for k in params], -1)
-    curvature = torch.stack([case.curvature(one) for one in f])
+    curvature = torch.stack([case.curvature(one, target) for one, target in zip(f, y, strict=True)])
     fit = float(sum(case.log_prob(one, target) for one, target in zip(f, y, strict=True)))
     return Problem(net, x, y, likelihood, J, curvature, fit)
 

@@ -384,7 +384,7 @@ class Laplace:
         return predict(
             self.tangent,
             self._spread,
-            self.likelihood,
+            self.likelihood.plain,
             inputs,
             link,
             center=self.tangent_map.vector if moved else None,

@@ -154,19 +154,44 @@ def unpack_samples(tensors: dict[str, Tensor], header: dict[str, Any], precision
 
 
 def pack_objects(prior: Any, likelihood: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    for thing, known in ((prior, priors), (likelihood, likelihoods)):
-        if getattr(known, type(thing).__name__, None) is not type(thing):
-            raise InvalidValue(
-                f"cannot save a {type(thing).__name__} defined outside Lapwing: save la.state's parts yourself"
-            )
+    _check_known(prior, priors)
     tensors = {f"prior.{k}": v for k, v in prior.hyperparameters.items()}
-    tensors |= {f"likelihood.{f.name}": getattr(likelihood, f.name) for f in fields(likelihood)}
     tensors["prior.mean"] = priors.Gaussian.mean_vector(prior)
     per = prior.per if isinstance(prior.per, str) else list(prior.per)
     return tensors, {
         "prior": {"kind": type(prior).__name__, "per": per, "floor": getattr(prior, "floor", None)},
-        "likelihood_object": {"kind": type(likelihood).__name__},
+        "likelihood_object": _pack_likelihood(likelihood, "likelihood.", tensors),
     }
+
+
+def _check_known(thing: Any, known: Any) -> None:
+    if getattr(known, type(thing).__name__, None) is not type(thing):
+        raise InvalidValue(
+            f"cannot save a {type(thing).__name__} defined outside Lapwing: save la.state's parts yourself"
+        )
+
+
+def _pack_likelihood(likelihood: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Its fields: tensors, numbers, and the likelihood that it wraps."""
+    _check_known(likelihood, likelihoods)
+    spec: dict[str, Any] = {"kind": type(likelihood).__name__}
+    for name, value in ((f.name, getattr(likelihood, f.name)) for f in fields(likelihood)):
+        if isinstance(value, Tensor):
+            tensors[f"{prefix}{name}"] = value
+        elif isinstance(value, likelihoods.Likelihood):
+            spec[name] = _pack_likelihood(value, f"{prefix}{name}.", tensors)
+        else:
+            spec[name] = value
+    return spec
+
+
+def _unpack_likelihood(spec: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> Any:
+    kind = getattr(likelihoods, spec["kind"])
+    known = {f.name: tensors.get(f"{prefix}{f.name}") for f in fields(kind)}
+    for name, value in spec.items():
+        if name != "kind":
+            known[name] = _unpack_likelihood(value, f"{prefix}{name}.", tensors) if isinstance(value, dict) else value
+    return kind(**known)
 
 
 def unpack_objects(tensors: dict[str, Tensor], header: dict[str, Any], layout: Layout) -> tuple[Any, Any]:
@@ -179,5 +204,4 @@ def unpack_objects(tensors: dict[str, Tensor], header: dict[str, Any], layout: L
         mean=float(mean[0]) if bool((mean == mean[0]).all()) else layout.unflatten(mean),
         **({} if floor is None else {"floor": floor}),
     )
-    hyperparameters = {k.removeprefix("likelihood."): v for k, v in tensors.items() if k.startswith("likelihood.")}
-    return prior, getattr(likelihoods, header["likelihood_object"]["kind"])(**hyperparameters)
+    return prior, _unpack_likelihood(header["likelihood_object"], "likelihood.", tensors)

@@ -211,6 +211,7 @@ def accumulate(
         targets=running.targets,
     )
     state = merged(state, ranks)
+    likelihood.check(state.statistics)
     if journal is not None:
         journal.done()
     return state

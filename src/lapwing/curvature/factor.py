@@ -47,9 +47,7 @@ def output_factor(factor: Factor, likelihood: Likelihood, f: Tensor, y: Tensor, 
         return likelihood.curvature_root(f, y)
     if factor.kind == "empirical":
         return likelihood.score(f, y).unsqueeze(-1)
-    unit = likelihood.replace(**{k: torch.ones_like(v) for k, v in likelihood.hyperparameters.items()})
-    draws = [unit.score(f, unit.sample(f, generator)) for _ in range(factor.samples)]
-    return torch.stack(draws, -1) / factor.samples**0.5
+    return likelihood.sampled_scores(f, y, factor.samples, generator)
 
 
 def cotangents(factor: Factor, S: Tensor, n: int) -> tuple[Tensor, Tensor]:

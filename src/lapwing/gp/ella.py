@@ -121,7 +121,7 @@ class Ella:
         half = torch.linalg.solve_triangular(factor, features.flatten(1).to(factor), upper=False)
         half = half.reshape(features.shape)
         cov = torch.einsum("kna,kmb->namb" if joint else "k...a,k...b->...ab", half, half)
-        return Prediction(self.likelihood, f, cov.to(f), link, joint)
+        return Prediction(self.likelihood.plain, f, cov.to(f), link, joint)
 
     def __call__(self, x: Any) -> Prediction:
         return self.predict(x)

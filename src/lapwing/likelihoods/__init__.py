@@ -6,16 +6,23 @@ from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.counts import NegativeBinomial, Poisson
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian, MeanLogVariance, NaturalHead
+from lapwing.likelihoods.known_noise import KnownNoise
 from lapwing.likelihoods.ordinal import Ordinal
 from lapwing.likelihoods.preference import BradleyTerry, Pairs
+from lapwing.likelihoods.reweighted import ClassWeighted, Ignoring, Weighted
+from lapwing.likelihoods.soft import LabelSmoothing, SoftLabels
 from lapwing.likelihoods.student import StudentT
 
 __all__ = [
     "Bernoulli",
     "BradleyTerry",
     "Categorical",
+    "ClassWeighted",
     "Gaussian",
     "HeteroscedasticGaussian",
+    "Ignoring",
+    "KnownNoise",
+    "LabelSmoothing",
     "Likelihood",
     "MeanLogVariance",
     "NaturalHead",
@@ -23,5 +30,7 @@ __all__ = [
     "Ordinal",
     "Pairs",
     "Poisson",
+    "SoftLabels",
     "StudentT",
+    "Weighted",
 ]

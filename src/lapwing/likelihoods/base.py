@@ -38,14 +38,7 @@ class Likelihood:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = torch.as_tensor(getattr(self, f.name), dtype=torch.float64)  # 0.3 is not float32's 0.30000001
-            if value.ndim > 1 or not value.numel():
-                raise InvalidValue(
-                    f"{f.name} must be one value, or one for each output, got shape {tuple(value.shape)}"
-                )
-            if not bool((torch.isfinite(value) & (value > 0)).all()):
-                raise InvalidValue(f"{f.name} must be positive and finite, got {value.tolist()}")
-            object.__setattr__(self, f.name, value)
+            object.__setattr__(self, f.name, as_positive(f.name, getattr(self, f.name)))
 
     @property
     def name(self) -> str:
@@ -60,6 +53,11 @@ class Likelihood:
         """What a fit is of: the name, with the settings; hyperparameters may differ."""
         told = ", ".join(f"{name}={getattr(self, name).tolist()}" for name in self.settings)
         return f"{self.name}({told})" if told else self.name
+
+    @property
+    def plain(self) -> Likelihood:
+        """The likelihood of new targets, where those of the fit were weighted or smoothed."""
+        return self
 
     def replace(self, **hyperparameters: Any) -> Any:
         return replace(self, **hyperparameters)
@@ -152,6 +150,11 @@ class Likelihood:
         noise = standard_normal(root[:, 0].expand(k, *root[:, 0].shape), generator)
         return torch.einsum("ncq,knq->knc", root, noise)
 
+    def sampled_scores(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator) -> Tensor:
+        """k scores at targets drawn from p(y | f) at unit scale, over √k: E[S Sᵀ] is the Fisher's, (n, c, k)."""
+        unit = self.replace(**{name: torch.ones_like(v) for name, v in self.hyperparameters.items()})
+        return torch.stack([unit.score(f, unit.sample(f, generator)) for _ in range(k)], -1) / k**0.5
+
     def unit_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """log p at unit scale up to constants, cut by weight: (n, g), so that ∂² log p = Σ_g w_g ∂² of column g."""
         return self.log_prob(f, y).unsqueeze(-1)
@@ -183,11 +186,24 @@ class Likelihood:
         self._fixed("log_likelihood")
         return statistics["log_lik"]
 
+    def check(self, statistics: dict[str, Tensor]) -> None:
+        """Raise on sums over all data that there is nothing to fit to."""
+
     def _fixed(self, method: str) -> None:
         if self.hyperparameters:
             raise NotImplementedError(
                 f"{self.name} has hyperparameters {list(self.hyperparameters)}; give it a {method}"
             )
+
+
+def as_positive(name: str, given: Any) -> Tensor:
+    """A float64 tensor of one value, or one for each output."""
+    value = torch.as_tensor(given, dtype=torch.float64)  # 0.3 is not float32's 0.30000001
+    if value.ndim > 1 or not value.numel():
+        raise InvalidValue(f"{name} must be one value, or one for each output, got shape {tuple(value.shape)}")
+    if not bool((torch.isfinite(value) & (value > 0)).all()):
+        raise InvalidValue(f"{name} must be positive and finite, got {value.tolist()}")
+    return value
 
 
 def check_same_shape(f: Tensor, y: Tensor) -> None:

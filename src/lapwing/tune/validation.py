@@ -129,14 +129,14 @@ def _held_out(
             _ = posterior.precision.spread  # a solve, which all ranks make together
         with ranks.told("predicting the held-out data"):
             made = [
-                (predict(state.tangent, posterior, likelihood, x, memory_budget=budget), y)
+                (predict(state.tangent, posterior, likelihood.plain, x, memory_budget=budget), y)
                 for x, y in passes(batches, state.tangent.device, label="held out")
             ]
 
     def scored(log_t: float) -> float:
         t = math.exp(log_t)
         used = likelihood.replace(noise=likelihood.noise.detach() * math.sqrt(t)) if other == "noise" else likelihood
-        each = [_spread(pred, t**power, used).log_prob(y).reshape(-1).double() for pred, y in made]
+        each = [_spread(pred, t**power, used.plain).log_prob(y).reshape(-1).double() for pred, y in made]
         sums = torch.tensor([[float(one.sum()), len(one)] for one in each], dtype=torch.float64).reshape(-1, 2).sum(0)
         fit, count = ranks.total([sums], "the held-out log-likelihood")[0].tolist()
         value = -fit / count

@@ -1,0 +1,236 @@
+"""Rows that count for more or less than one:  log p → w_n log p(y_n | f_n),  and so Λ_n → w_n Λ_n.
+
+    Weighted(base)                 w_n comes with the targets, as `weighted.pack(y, w)`
+    ClassWeighted(base, weights)   w_n = weights[y_n]
+    Ignoring(base, index)          w_n = 0 where y_n is the index: such rows say nothing, whatever the network's outputs
+
+Any likelihood can be a base, another of these too: Ignoring(ClassWeighted(Categorical(), weights)). Predictions are of
+targets that count as one. Hyperparameters are the base's; sums over rows are weighted sums, so tuning needs no pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods.base import Likelihood, as_positive
+from lapwing.likelihoods.categorical import Categorical
+
+
+@dataclass(frozen=True)
+class Reweighted(Likelihood):
+    base: Likelihood
+
+    def parted(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The base's targets, and w (n,)."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, Likelihood):
+            raise InvalidValue(f"{self.name} wraps a likelihood object, got {self.base!r}")
+
+    @property
+    def hyperparameters(self) -> dict[str, Tensor]:
+        return self.base.hyperparameters
+
+    @property
+    def kind(self) -> str:
+        own = "".join(f", {k}={getattr(v, 'tolist', lambda v=v: v)()}" for k, v in self._own().items())
+        return f"{self.name}({self.base.kind}{own})"
+
+    @property
+    def plain(self) -> Likelihood:
+        return self.base.plain
+
+    def replace(self, **hyperparameters: Any) -> Any:
+        return replace(self, base=self.base.replace(**hyperparameters))
+
+    def to(self, device: torch.device) -> Any:
+        own = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self._own().items()}
+        return replace(self, base=self.base.to(device), **own)
+
+    def _own(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "base"}
+
+    # -- the observations -----------------------------------------------------------------------------------------
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        y, w = self.parted(f, y)
+        return torch.where(w > 0, w * self.base.log_prob(f, y), 0.0)
+
+    def class_log_prob(self, mean: Tensor, y: Tensor) -> Tensor:
+        y, w = self.parted(mean, y)
+        return torch.where(w > 0, w * self.base.class_log_prob(mean, y), 0.0)
+
+    # -- the curvature ---------------------------------------------------------------------------------------------
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        y, w = self.parted(f, y)
+        return w.unsqueeze(-1) * self.base.score(f, y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        y, w = self.parted(f, y)
+        return w.unsqueeze(-1) * self.base.gradient(f, y)
+
+    def unit_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        y, w = self.parted(f, y)
+        return w.unsqueeze(-1) * self.base.unit_log_prob(f, y)
+
+    def hessian_root(self, f: Tensor) -> Tensor:
+        """Of a row that counts as one."""
+        return self.base.hessian_root(f)
+
+    def curvature_root(self, f: Tensor, y: Tensor) -> Tensor:
+        y, w = self.parted(f, y)
+        return w.sqrt()[:, None, None] * self.base.curvature_root(f, y)
+
+    def scaled_root(self, f: Tensor, y: Tensor) -> Tensor:
+        y, w = self.parted(f, y)
+        return w.sqrt()[:, None, None] * self.base.scaled_root(f, y)
+
+    def curvature_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        y, w = self.parted(f, y)
+        return w.unsqueeze(-1) * self.base.curvature_product(f, y, v)
+
+    def curvature_trace(self, f: Tensor, y: Tensor) -> Tensor:
+        y, w = self.parted(f, y)
+        return w * self.base.curvature_trace(f, y)
+
+    def curvature_noise(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator) -> Tensor:
+        y, w = self.parted(f, y)
+        return w.sqrt().unsqueeze(-1) * self.base.curvature_noise(f, y, k, generator)
+
+    def sampled_scores(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator) -> Tensor:
+        y, w = self.parted(f, y)
+        return w.sqrt()[:, None, None] * self.base.sampled_scores(f, y, k, generator)
+
+    # -- the fit ---------------------------------------------------------------------------------------------------
+
+    def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """The base's, row by row, summed with the weights; and the sum of those."""
+        y, w = self.parted(f.double(), y)
+        each = vmap(lambda f, y: self.base.statistics(f.unsqueeze(0), y.unsqueeze(0)))(f, y)
+        sums = {key: torch.einsum("n,n...->...", w, torch.where(_like(w > 0, v), v, 0.0)) for key, v in each.items()}
+        return {**sums, "weight": w.sum()}
+
+    def check(self, statistics: dict[str, Tensor]) -> None:
+        if not float(statistics["weight"]) > 0:
+            raise InvalidValue(
+                f"every target is ignored or has the weight 0 under {self.kind}; there is nothing to fit"
+            )
+        self.base.check(statistics)
+
+
+def _like(mask: Tensor, value: Tensor) -> Tensor:
+    return mask.reshape(-1, *[1] * (value.ndim - 1))
+
+
+def _of_base(name: str) -> Any:
+    return property(lambda self: getattr(self.base, name))
+
+
+for _name in (
+    *("concave", "quadratic", "event", "response", "classes", "normal", "elementwise", "counts"),  # what it is
+    *("inside", "sample", "mean", "variance", "noise_covariance", "cdf", "class_probs"),  # a target that counts as one
+    *("curvature_weights", "log_likelihood", "residual_noise", "target_scale", "per_output", "noise", "sigma"),
+):
+    setattr(Reweighted, _name, _of_base(_name))
+
+
+@dataclass(frozen=True)
+class Weighted(Reweighted):
+    event: ClassVar[int] = 1  # [y | w]
+
+    def pack(self, y: Tensor, w: Tensor) -> Tensor:
+        """Targets with the weights of their rows, in one tensor to fit to: (..., t + 1), or (..., 2) for labels."""
+        if w.shape != y.shape[: y.ndim - self.base.event]:
+            raise InvalidValue(
+                f"weights of shape {tuple(w.shape)} for targets {tuple(y.shape)}; give one weight for each row of "
+                f"outputs, {tuple(y.shape[: y.ndim - self.base.event])}"
+            )
+        if not bool((torch.isfinite(w) & (w >= 0)).all()):
+            raise InvalidValue("weights must be finite and not negative")
+        dtype = torch.promote_types(y.dtype, w.dtype) if y.is_floating_point() else torch.float64
+        y = y.unsqueeze(-1) if self.base.event == 0 else y
+        return torch.cat([y.to(dtype), w.unsqueeze(-1).to(dtype)], -1)
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        if y.ndim != f.ndim or not y.is_floating_point() or (self.base.event == 0 and y.shape[-1] != 2):
+            raise InvalidValue(
+                f"weighted targets come from weighted.pack(y, w), got {y.dtype} of shape {tuple(y.shape)}"
+            )
+        w = y[..., -1]
+        if not bool((torch.isfinite(w) & (w >= 0)).all()):
+            raise InvalidValue("weights (the last column of the targets) must be finite and not negative")
+        if self.base.event == 0 and not bool((y[..., 0] == y[..., 0].round()).all()):
+            raise InvalidValue("labels (the first column of the targets) must be whole numbers")
+        self.base.validate(f, self.parted(f, y)[0])
+
+    def parted(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        w = y[..., -1].to(f)
+        return (y[..., 0].long(), w) if self.base.event == 0 else (y[..., :-1].to(f), w)
+
+
+@dataclass(frozen=True)
+class ClassWeighted(Reweighted):
+    """As `weight=` of torch's cross entropy, for labels."""
+
+    base: Likelihood = field(default_factory=Categorical)
+    weights: Tensor | tuple[float, ...] = (1.0, 1.0)  # (classes,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_labels(self)
+        object.__setattr__(self, "weights", as_positive("weights", self.weights))
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        self.base.validate(f, y)
+        classes = self.base.mean(f[:1]).shape[-1]
+        if len(self._weights) != classes:
+            raise InvalidValue(f"{len(self._weights)} class weights for {classes} classes; give one each")
+
+    def parted(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return y, self._weights.to(f)[y.long()]
+
+    @property
+    def _weights(self) -> Tensor:
+        assert isinstance(self.weights, Tensor)
+        return self.weights
+
+
+@dataclass(frozen=True)
+class Ignoring(Reweighted):
+    """As `ignore_index=` of torch's cross entropy, for labels."""
+
+    base: Likelihood = field(default_factory=Categorical)
+    index: int = -100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_labels(self)
+        if not isinstance(self.index, int):
+            raise InvalidValue(f"index is the whole number that stands for no label, got {self.index!r}")
+
+    @property
+    def plain(self) -> Likelihood:
+        """Held-out labels may be ignored too."""
+        return replace(self, base=self.base.plain)
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        self.base.validate(f, self.parted(f, y)[0])
+
+    def parted(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = y == self.index
+        return torch.where(out, torch.zeros_like(y), y), (~out).to(f)
+
+
+def _check_labels(likelihood: Reweighted) -> None:
+    if likelihood.base.event:
+        raise InvalidValue(
+            f"{likelihood.name} is for labels, got {likelihood.base.name}; use Weighted, with a weight for each row"
+        )
