@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -104,7 +106,7 @@ def test_a_resumed_fit_is_the_uninterrupted_one_bit_by_bit(structure: str, facto
     options = {"structure": STRUCTURES[structure], "factor": factor}
     plain = lw.laplace(model, Batches(x, y), "categorical", **options).state
     path = tmp_path / "fit.checkpoint"
-    for at in range(1, PASSES.get(structure, 1) * BATCHES, 5):
+    for at in range(1, PASSES.get(structure, 1) * BATCHES, 7):
         interrupted(path, model, x, y, "categorical", at=at, **options)
         again = lw.laplace(model, Batches(x, y), "categorical", checkpoint=path, every=EVERY, **options)
         assert_same(again.state, plain)
@@ -435,25 +437,80 @@ def trial(folder: Path, number: int) -> None:
     print(f"{structure}, {factor}: killed at batch {at} of {batches} and while writing; the same bits")
 
 
+# -- on several ranks ------------------------------------------------------------------------------------------------
+
+
+SHARDS = slice(0, 19), slice(19, 23)  # the second has two batches, and never comes to write a checkpoint
+
+
+def on_ranks(store: Path, run: Callable[[int], None]) -> list[int]:
+    """Run on two ranks, each forked; how they ended."""
+    children = []
+    for rank in (0, 1):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                limit = timedelta(seconds=60)
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+                run(rank)
+                dist.destroy_process_group()
+                os._exit(0)
+            except BaseException as error:
+                print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def trial_on_ranks(folder: Path, structure: str, at: int) -> None:
+    """Rank 0 is killed, and with it the group; then both go on, each from what it has."""
+    model, x, y = problem()
+
+    def fit(rank: int, out: str, at: int = -1, **kept: Any) -> None:
+        data = Batches(x[SHARDS[rank]], y[SHARDS[rank]], at if rank == 0 else -1, kill)
+        options = {"structure": STRUCTURES[structure], "factor": "monte_carlo", "process_group": "world", **kept}
+        lw.laplace(model, data, "categorical", **options).save(folder / f"{out}{rank}")
+
+    kept: dict[str, Any] = {"checkpoint": folder / "fit.checkpoint", "every": EVERY}
+    killed = on_ranks(folder / "store0", lambda rank: fit(rank, "no", at, **kept))
+    assert killed == [-signal.SIGKILL, 1], killed
+    assert sorted(p.name for p in folder.iterdir() if "store" not in p.name) == ["fit.checkpoint.rank0"]
+    assert on_ranks(folder / "store1", lambda rank: fit(rank, "resumed", **kept)) == [0, 0]
+    assert on_ranks(folder / "store2", lambda rank: fit(rank, "plain")) == [0, 0]
+    for rank in (0, 1):
+        assert (folder / f"resumed{rank}").read_bytes() == (folder / f"plain{rank}").read_bytes()
+    assert not list(folder.glob("*checkpoint*"))
+    print(f"{structure} on two ranks: killed at batch {at}; the same bits")
+
+
+# -- as processes ----------------------------------------------------------------------------------------------------
+
+
+TRIALS = 20
+RANKS = [("kron", 2 + 10 + 7), ("ekfac", 2 + 10 + 4), ("ekfac", 2 + 10 + 10 + 8)]  # in the first pass and in the second
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_fit_killed_at_a_random_batch_and_while_writing_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    trials = 20
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path), str(trials)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def test_killed_fits_resume_to_the_same_bits(tmp_path: Path) -> None:
+    """At random batches and while they write; alone, and on two ranks."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the same bits") == trials
+    assert done.stdout.count("the same bits") == TRIALS + len(RANKS)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for structure in ("matrix_free", "dual"):  # what torch does at first use, once for all
+        fit_and_save(folder / structure, None, structure, "exact")
+    for number in range(TRIALS):
+        (folder / str(number)).mkdir()
+        trial(folder / str(number), number)
+    for structure, at in RANKS:
+        place = folder / f"{structure} {at}"
+        place.mkdir()
+        trial_on_ranks(place, structure, at)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for structure in ("matrix_free", "dual"):  # what torch does at first use, once for all
-        fit_and_save(Path(sys.argv[1]) / structure, None, structure, "exact")
-    for number in range(int(sys.argv[2])):
-        place = Path(sys.argv[1]) / str(number)
-        place.mkdir()
-        trial(place, number)
+    main(Path(sys.argv[1]))

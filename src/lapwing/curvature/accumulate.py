@@ -166,6 +166,8 @@ def accumulate(
         del basis  # its memory, before the second pass
     else:
         accumulator = structure.start(tangent, likelihood, factor, seen)
+    if journal is not None:
+        journal.begin(generator)
     own = ranks.own(generator)
     each = 4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs  # bytes of u, an example
     size = max(1, getattr(structure, "memory_budget", BUDGET) // 4 // each)

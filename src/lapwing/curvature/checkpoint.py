@@ -85,13 +85,14 @@ class Journal:
     marks: list[list[int]] = field(default_factory=list)  # the digest and the number of examples of each batch
     tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
     header: dict[str, Any] | None = None
+    start: Tensor | None = None  # of the fit's generator, when the pass began
 
     def read(self, structures: list[str]) -> None:
         tensors, header = files.read(self.place.path, SCHEMA, files.CHECKPOINT, ANEW)
         self.check(tensors, header, structures)
         if header["structure"] == self.structure:
             self.tensors, self.header = {k: v.clone() for k, v in tensors.items()}, header  # out of the mapped file
-            self.marks = tensors["marks"].tolist()
+            self.marks, self.start = tensors["marks"].tolist(), self.tensors["start"]
 
     def done(self) -> None:
         if self.place.last:
@@ -130,13 +131,20 @@ class Journal:
         found = None
         if self.header is not None:
             tensors = {k.removeprefix("basis."): v for k, v in self.tensors.items() if k.startswith("basis.")}
-            found = tensors, self.header["parts"]
+            found = tensors, self.header["parts"], self.start
         found = ranks.first(found, "the basis in the checkpoint")
         if found is None:
             return None
+        self.start = found[2]
         tensors = {key: value.to(empty.tangent.device) for key, value in found[0].items()}
         parts = tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in found[1])
         return replace(empty, basis=tensors, parts=parts)
+
+    def begin(self, generator: torch.Generator) -> None:
+        """The generator as it was when the pass began: passes before it, which drew from it, are not made again."""
+        if self.start is not None:
+            generator.set_state(self.start)
+        self.start = generator.get_state()
 
     def resume(self, running: Any, generator: torch.Generator, device: torch.device) -> None:
         """Put back what the pass had, if it had begun."""
@@ -187,7 +195,9 @@ class Journal:
         accumulator, tensors = running.accumulator, {}  # type: ignore[var-annotated]
         run = files.pack_tree(held(running), "run", tensors)
         tensors |= {f"basis.{k}": v for k, v in getattr(accumulator, "basis", {}).items()}
-        tensors |= {"marks": torch.tensor(self.marks), "generator": generator.get_state(), "outputs": self.outputs}
+        assert self.start is not None
+        tensors |= {"generator": generator.get_state(), "start": self.start}
+        tensors |= {"marks": torch.tensor(self.marks), "outputs": self.outputs}
         header = {
             "schema": SCHEMA,
             "structure": self.structure,
