@@ -290,11 +290,13 @@ def test_the_joint_covariance_has_the_marginals_on_its_diagonal(kind: str, struc
     assert float(joint.covariance[0, :, 1, :].abs().max()) > 1e-4  # inputs are correlated
 
 
-def test_joint_is_refused_for_outputs_with_positions() -> None:
-    model = nn.Linear(2, 3).double()
+def test_joint_covariances_of_positions_have_the_marginals_on_their_diagonal() -> None:
+    model, new = nn.Linear(2, 3).double(), draw(2, 5, 2)
     la = lw.laplace(model, (draw(4, 5, 2), draw(4, 5, 3)), "gaussian")
-    with pytest.raises(lw.errors.LapwingError, match="joint"):
-        la.predict(draw(2, 5, 2), joint=True)
+    joint = la.predict(new, joint=True)
+    assert joint.covariance.shape == (2, 5, 3, 2, 5, 3)
+    close(joint.marginal, la.predict(new).covariance)
+    close(joint.std, la.predict(new).std)
 
 
 # -- densities ---------------------------------------------------------------------------------------------------

@@ -160,20 +160,57 @@ def test_covariances_need_no_jacobian(name: str, structure: str, prior: str) -> 
 
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", [n for n in NETWORKS if n != "words"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_joint_covariances_need_no_jacobian(name: str, structure: str, prior: str) -> None:
+    """Over all inputs, and all positions of each."""
     la = with_prior(fitted(name, structure), prior)
     x, J = rows(name, 5, 2)
     inverse = torch.linalg.inv(linalg.to_dense(la.posterior.precision))
     prediction = la.predict(x, joint=True)
-    close(prediction.covariance, torch.einsum("ncp,pq,mdq->ncmd", J, inverse, J))
+    shape, flat = J.shape[:-1], J.flatten(0, -2)
+    close(prediction.covariance, (flat @ inverse @ flat.mT).reshape(*shape, *shape))
     close(prediction.marginal, la.predict(x).covariance)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_joint_prediction_of_positions_is_named(structure: str) -> None:
-    with pytest.raises(InvalidValue, match=r"joint=True needs outputs \(n, c\), got \(5, 3, 2\)"):
-        fitted("words", structure).predict(rows("words", 5, 2)[0], joint=True)
+@pytest.mark.parametrize("structure", ["primal", "dual", "ekfac", "lowrank", "matrix_free"])
+def test_positions_are_predicted_together_by_other_structures_too(structure: str) -> None:
+    _, inputs, targets = NETWORKS["words"]
+    made = {
+        "primal": lw.curvature.Full("primal"),
+        "dual": lw.curvature.Full("dual"),
+        "matrix_free": lw.curvature.MatrixFree(samples=8),
+    }
+    la = lw.laplace(
+        network("words"), (inputs(7, 1), targets(7)), Gaussian(0.4), structure=made.get(structure, structure)
+    )
+    x, J = (t[:2] for t in rows("words", 4, 2))  # without padding
+    prediction = la.predict(x, joint=True)
+    close(prediction.marginal, la.predict(x).covariance)
+    if structure == "matrix_free":
+        spread, flat = la.posterior.draw(8) - la.posterior.mean, J.flatten(0, -2)
+        away = spread @ flat.mT
+        expected = away.mT @ away / 8
+    else:
+        flat = J.flatten(0, -2)
+        expected = flat @ torch.linalg.inv(linalg.to_dense(la.posterior.precision)) @ flat.mT
+    close(prediction.covariance, expected.reshape(2, 3, 2, 2, 3, 2), 1e-7)
+
+
+def test_the_joint_density_over_positions_is_that_of_all_targets_together() -> None:
+    la, x, y = fitted("words", "kron"), rows("words", 4, 2)[0], numbers(4, 3, 2, seed=3)
+    prediction = la.predict(x, joint=True)
+    total = prediction.covariance.reshape(24, 24) + 0.4**2 * torch.eye(24, dtype=torch.float64)
+    density = torch.distributions.MultivariateNormal(prediction.f_mean.reshape(-1), total)
+    close(prediction.log_prob(y), density.log_prob(y.reshape(-1)))
+    assert prediction.f_sample(5).shape == (5, 4, 3, 2)
+
+
+def test_a_joint_covariance_that_would_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pushforward, "physical_memory", lambda: 100)
+    for structure in ("kron", lw.curvature.Full("dual")):
+        la = lw.laplace(network("mlp"), (numbers(7, 4), numbers(7, 2)), Gaussian(0.4), structure=structure)
+        with pytest.raises(InvalidValue, match="joint covariance of 10 outputs"):
+            la.predict(numbers(5, 4), joint=True)
 
 
 @pytest.mark.parametrize("budget", [1, 4_000, 50_000])

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 from lapwing.predictive import Prediction
 
 Gaussians: TypeAlias = tuple[Tensor, Tensor]  # mean and standard deviation, both of y's shape
@@ -24,15 +23,14 @@ def class_probs(predicted: Prediction | Tensor, y: Tensor) -> tuple[Tensor, Tens
     """(n, ..., c) and (n, ...), float64 and int64."""
     if not isinstance(predicted, Prediction):
         return _checked_probs(predicted, y)
-    if isinstance(predicted.likelihood, Bernoulli):
-        p = predicted.probs
-        predicted.likelihood.validate(p, tensor(y, "the labels").to(p.device))
-        return _checked_probs(torch.stack([1 - p, p], -1), y.long())
-    if isinstance(predicted.likelihood, Categorical):
-        return _checked_probs(predicted.probs, y)
-    raise Unsupported(
-        f"a {predicted.likelihood.name} prediction has no classes; use nll, crps, coverage, pit or sharpness"
-    )
+    likelihood = predicted.likelihood
+    if not likelihood.classes:
+        raise Unsupported(f"a {likelihood.name} prediction has no classes; use nll, crps, coverage, pit or sharpness")
+    p = likelihood.class_probs(predicted.probs)
+    if likelihood.event:  # a label for each output, which may be of any dtype
+        likelihood.validate(predicted.f_mean, tensor(y, "the labels").to(p.device))
+        y = y.long()
+    return _checked_probs(p, y)
 
 
 def _checked_probs(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,13 +75,13 @@ def response(predicted: Prediction | Gaussians | Tensor, y: Tensor | None = None
 
 
 def refuse_classes(predicted: Prediction) -> None:
-    if isinstance(predicted.likelihood, (Bernoulli, Categorical)):
+    if predicted.likelihood.classes:
         raise Unsupported(f"a {predicted.likelihood.name} prediction is of classes; use nll, brier, ece or accuracy")
 
 
 def _of_prediction(predicted: Prediction) -> Gaussians | Tensor:
     refuse_classes(predicted)
-    if isinstance(predicted.likelihood, Gaussian) and predicted.outputs is None:
+    if predicted.gaussian:
         return predicted.mean, predicted.std
     return predicted.sample(DRAWS)
 

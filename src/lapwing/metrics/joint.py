@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods import Gaussian
 from lapwing.metrics.inputs import DRAWS, class_probs, tensor
 from lapwing.metrics.scores import mean_or_each
 from lapwing.predictive import Prediction
@@ -76,7 +75,7 @@ def joint_log_likelihood(
     Prediction with joint=True (of which `draws` are made, 1,024 if None; for Gaussian noise it is exact) or with draws
     of its own.
     """
-    exact = isinstance(predicted, Prediction) and isinstance(predicted.likelihood, Gaussian)
+    exact = isinstance(predicted, Prediction) and predicted.gaussian
     drawn = not isinstance(predicted, Prediction) or predicted.outputs is not None
     if draws is not None and (drawn or exact or draws < 1):
         why = "it comes as draws" if drawn else "it is exact" if exact else "at least one is needed"
@@ -97,7 +96,7 @@ def joint_log_likelihood(
     predicted.likelihood.validate(predicted.f_mean, y)
     generator = generator or torch.Generator().manual_seed(0)
     anchors, counts = _sets(len(y), kappa, tau, generator)  # before any draw of f, so that all models get the same sets
-    if exact and not drawn:
+    if predicted.gaussian:
         return mean_or_each(_exact(predicted, y, anchors, counts), each)
     f = predicted.outputs if predicted.outputs is not None else predicted.f_sample(draws or DRAWS, generator)
     log_probs = predicted.likelihood.log_prob(f.double(), y.expand(len(f), *y.shape))

@@ -91,6 +91,11 @@ class Prediction:
 
     # -- the response y -------------------------------------------------------------------------------------------
 
+    @property
+    def gaussian(self) -> bool:
+        """Whether y is Gaussian, exactly or by the delta method: N(mean, total) for each target."""
+        return self.outputs is None and resolve(self.likelihood, self.link) in ("exact", "delta")
+
     @cached_property
     def mean(self) -> Tensor:
         """E[y]: class probabilities for classes, (n, ..., t)."""
@@ -108,7 +113,7 @@ class Prediction:
     @property
     def epistemic(self) -> Tensor:
         """Var of E[y|f] over the posterior: what more data would tell."""
-        if not self._normal:
+        if not self.gaussian:
             return self._moments["epistemic"]
         D = normal.slope(self.likelihood, self.f_mean)
         return self.f_var if D is None else torch.einsum("...ta,...ab,...tb->...t", D, self.marginal, D)
@@ -116,7 +121,7 @@ class Prediction:
     @property
     def aleatoric(self) -> Tensor:
         """E of Var[y|f]: noise that no data remove."""
-        return self.likelihood.variance(self.f_mean) if self._normal else self._moments["aleatoric"]
+        return self.likelihood.variance(self.f_mean) if self.gaussian else self._moments["aleatoric"]
 
     @property
     def total(self) -> Tensor:
@@ -159,7 +164,7 @@ class Prediction:
         """n draws of y."""
         generator = generator or torch.Generator().manual_seed(0)
         f = self.f_sample(n, generator)
-        if not self._normal:
+        if not self.gaussian:
             return self.likelihood.sample(self._inside(f, generator), generator)
         D, away = normal.slope(self.likelihood, self.f_mean), f - self.f_mean
         moved = away if D is None else torch.einsum("...ta,s...a->s...t", D, away)
@@ -173,7 +178,7 @@ class Prediction:
         y = y.to(self.f_mean.device)
         if y.shape[:-1] != self.f_mean.shape[:-1] or y.ndim != self.f_mean.ndim:
             raise InvalidValue(f"cdf takes one y for each target, as log_prob does, got {tuple(y.shape)}")
-        if self._normal:
+        if self.gaussian:
             return torch.special.ndtr((y - self.mean) / self.std)
         targets, parts = y.reshape(-1, y.shape[-1]), []
         for index, some in self._nodes(self._by_line):
@@ -188,7 +193,7 @@ class Prediction:
         over the posterior. Where the likelihood has no distribution function it is that of draws."""
         if not 0 < q < 1:
             raise InvalidValue(f"a quantile lies strictly between 0 and 1, got {q}")
-        if self._normal:
+        if self.gaussian:
             return self.mean + self.std * float(torch.special.ndtri(torch.tensor(q, dtype=torch.float64)))
         known = not self.likelihood.classes and self._has_cdf
         parts = []
@@ -211,7 +216,7 @@ class Prediction:
         y = y.to(self.f_mean.device)
         targets = flat_targets(self.f_mean, y)
         self.likelihood.validate(flat_outputs(self.f_mean), targets)
-        if self._normal:
+        if self.gaussian:
             return normal.log_prob(self.likelihood, self.f_mean, self.covariance, self.joint, y)
         if self.joint:
             return self._joint_log_prob(y)
@@ -242,11 +247,6 @@ class Prediction:
         return show.html(self)
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    @property
-    def _normal(self) -> bool:
-        """Whether y is Gaussian, exactly or by the delta method."""
-        return self.outputs is None and resolve(self.likelihood, self.link) in ("exact", "delta")
 
     @property
     def _by_line(self) -> bool:

@@ -80,7 +80,7 @@ def _too_many(tangent: TangentModel, x: Any) -> bool:
 
 
 def latent(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budget: int) -> tuple[Tensor, Tensor]:
-    """f (n, ..., c) and J Σ Jᵀ: (n, ..., c, c), or (n, c, n, c) if joint."""
+    """f (n, ..., c) and J Σ Jᵀ: (n, ..., c, c), or (n, ..., c, n, ..., c) if joint."""
     precision = posterior.precision
     if isinstance(precision, RootPlusDiagonal) and not isinstance(precision.rows, HeldRows):
         return _dual(tangent, posterior, x, joint, budget)
@@ -90,8 +90,8 @@ def latent(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budg
     run = Capture(tangent, parts).run if isinstance(precision, Blocks) else maker.run
     for piece, record in runs(tangent, run, x, whole=joint, budget=budget):
         f = record.f.detach()
-        if joint and f.ndim != 2:
-            raise InvalidValue(f"joint=True needs outputs (n, c), got {tuple(f.shape)}")
+        if joint:
+            _check_joint(f)
         fs.append(f)
         if isinstance(precision, Blocks):
             term = structured.joint if joint else structured.marginals
@@ -124,13 +124,12 @@ def _dense(maker: RowMaker, posterior: Gaussian, x: Any, record: Record, joint: 
     """One precision in memory: rows of the Jacobian, in pieces."""
     f = record.f.detach()
     whole = joint or not isinstance(posterior.precision, Dense)  # which has a rule for outer products
-    outer = None if whole else maker.head(record) or maker.outer(record, _units(f))
+    outer = None if whole else maker.head(record) or maker.outer(record, structured.units(f))
     if outer is not None:
         return posterior.covariance(outer).reshape(*f.shape, f.shape[-1])
-    pieces = maker.rows(record, x, _units(f), budget // 6)
+    pieces = maker.rows(record, x, structured.units(f), budget // 6)
     if joint:
-        n, c = f.shape
-        return posterior.covariance(torch.cat(list(pieces)).reshape(1, n * c, -1)).reshape(n, c, n, c)
+        return posterior.covariance(torch.cat(list(pieces)).reshape(1, f.numel(), -1)).reshape(*f.shape, *f.shape)
     c = f.shape[-1]
     return torch.cat([posterior.covariance(rows.reshape(-1, c, rows.shape[-1])) for rows in pieces]).reshape(
         *f.shape, c
@@ -140,19 +139,20 @@ def _dense(maker: RowMaker, posterior: Gaussian, x: Any, record: Record, joint: 
 def _dual(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budget: int) -> tuple[Tensor, Tensor]:
     """The rows of the training data are streamed beside those of the inputs, a range of parameters at a time."""
     f = tangent(x)
-    if joint and f.ndim != 2:
-        raise InvalidValue(f"joint=True needs outputs (n, c), got {tuple(f.shape)}")
-    n, c = f.shape[0], f.shape[-1]
-    rows = StreamedRows(tangent, ((x, _units(f)),), budget)
-    blocks = posterior.covariance((rows, n * c if joint else c))
-    return f, blocks.reshape(n, c, n, c) if joint else blocks.reshape(*f.shape, c)
+    if joint:
+        _check_joint(f)
+    rows = StreamedRows(tangent, ((x, structured.units(f)),), budget)
+    blocks = posterior.covariance((rows, f.numel() if joint else f.shape[-1]))
+    return f, blocks.reshape(*f.shape, *(f.shape if joint else f.shape[-1:]))
 
 
-def _units(f: Tensor) -> Tensor:
-    """One cotangent for each output of an example, (n, q·c, ..., c)."""
-    outputs = f[0].numel()
-    eye = torch.eye(outputs, dtype=f.dtype, device=f.device).reshape(outputs, *f.shape[1:])
-    return eye.expand(len(f), *eye.shape)
+def _check_joint(f: Tensor) -> None:
+    size, limit = 8 * f.numel() ** 2, physical_memory() // 4
+    if size > limit:
+        raise InvalidValue(
+            f"the joint covariance of {f.numel():,} outputs is {size / 1e9:.3g} GB, more than a quarter of the memory; "
+            "predict fewer inputs together, or use function_samples"
+        )
 
 
 def _moved(tangent: TangentModel, center: Tensor, x: Any) -> Tensor:

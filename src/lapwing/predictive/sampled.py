@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.curvature.products import at_once, pieces
-from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 
 
@@ -42,10 +41,8 @@ def _pieces(tangent: TangentModel, x: Any, k: int) -> Iterator[Any]:
 
 
 def covariance(away: Tensor, joint: bool) -> Tensor:
-    """(1/k) Σ_k a aᵀ for a (k, n, ..., c): (n, ..., c, c), or (n, c, n, c) if joint."""
+    """(1/k) Σ_k a aᵀ for a (k, n, ..., c): (n, ..., c, c), or (n, ..., c, n, ..., c) if joint."""
     if not joint:
         return torch.einsum("k...a,k...b->...ab", away, away) / len(away)
-    if away.ndim != 3:
-        raise InvalidValue(f"joint=True needs outputs (n, c), got {tuple(away.shape[1:])}")
     flat = away.flatten(1)
     return (flat.mT @ flat / len(away)).reshape(*away.shape[1:], *away.shape[1:])

@@ -55,12 +55,19 @@ def marginals(
 def joint(
     tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], x: Any, record: Record, budget: int
 ) -> Tensor:
-    """The covariance of all outputs of all inputs, (n, c, n, c)."""
-    n, c = record.f.shape
-    out = record.f.new_zeros(n * c, n * c, dtype=torch.float64)
+    """The covariance of all outputs of all inputs, at all their positions, (n, ..., c, n, ..., c)."""
+    f = record.f
+    out = f.new_zeros(f.numel(), f.numel(), dtype=torch.float64)
     for term in _joint_terms(tangent, precision, parts, record, x, budget):
         out += term
-    return out.reshape(n, c, n, c)
+    return out.reshape(*f.shape, *f.shape)
+
+
+def units(f: Tensor) -> Tensor:
+    """One cotangent for each output of an example at each position, (n, q·c, ..., c)."""
+    outputs = f[0].numel()
+    eye = torch.eye(outputs, dtype=f.dtype, device=f.device).reshape(outputs, *f.shape[1:])
+    return eye.expand(len(f), *eye.shape)
 
 
 def _generic(
@@ -126,10 +133,11 @@ def _pieces(view: Any, g: Tensor, size: int, budget: int) -> Iterator[tuple[Any,
 def _joint_terms(
     tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], record: Record, x: Any, budget: int
 ) -> Iterator[Tensor]:
-    """Each part's (n·c, n·c) term; a layer's rows are made for a range of its outputs at a time."""
+    """Each part's (n·c, n·c) term, c outputs at all positions; a layer's rows are made for a range of its outputs at a
+    time."""
     f = record.f.detach()
-    n, c = f.shape
-    u = torch.eye(c, dtype=f.dtype, device=f.device).expand(n, c, c)
+    n, c = len(f), f[0].numel()
+    u = units(f)
     gradients, views = record.pull(u), record.views()
     generic = tuple(part.name for part in parts if part.generic and part.kind != "unused")
     for part, op in zip(parts, precision.parts, strict=True):
