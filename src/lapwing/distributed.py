@@ -184,7 +184,7 @@ class Ranks:
             return list(things)
         held = tree.tensors(list(things))
         device = held[0].device if held else torch.device("cpu")
-        parts = [one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in held]
+        parts = [tree.raw(one) for one in held]
         flat = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
         shapes = tree.map_tensors(lambda t: _Packed(tuple(t.shape), t.dtype), list(things))  # type: ignore[arg-type, return-value]
         told = self.gather((len(flat), shapes), what)
@@ -274,10 +274,13 @@ def _difference(theirs: tuple[tuple[str, str], ...], usual: tuple[tuple[str, str
     """What the first difference is, in words."""
     for (what, value), (other, expected) in zip(theirs, usual, strict=False):
         if what != other:
-            return f"has {what} where rank {rank} has {other}"
+            return f"has {what}, where rank {rank} has {other}"
         if value != expected:
-            return f"has {what} {value}, rank {rank} {expected}"
-    return "" if len(theirs) == len(usual) else f"has {len(theirs)} facts and rank {rank} {len(usual)}"
+            return f"differs from rank {rank} in {what}: {value}, there {expected}"
+    if len(theirs) == len(usual):
+        return ""
+    more, of = (theirs, "has") if len(theirs) > len(usual) else (usual, "lacks")
+    return f"{of} {more[min(len(theirs), len(usual))][0]}, unlike rank {rank}"
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,0 +1,603 @@
+"""Data spread over processes: what a group of ranks computes is what one process computes.
+
+Processes are real: run as a script, this file imports the package once and forks the ranks of every session, which meet
+over gloo and write what they found to a folder. The tests start it once and compare the files.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing import center
+from lapwing.distributed import Ranks, Shard
+from lapwing.operators import linalg
+
+N, CUTS = 23, {1: (0, 23), 2: (0, 9, 23), 3: (0, 9, 9, 23)}  # of three ranks the second has no data
+STRUCTURES: dict[str, Any] = {
+    "primal": lw.curvature.Full("primal"),
+    "dual": lw.curvature.Full("dual"),
+    "kron": "kron",
+    "ekfac": "ekfac",
+    "diag": "diag",
+    "block": "block",
+    "lowrank": lw.curvature.LowRank(7),
+    "lowrank, two passes": lw.curvature.LowRank(7, passes=2),
+}
+LIKELIHOODS = ("categorical", "gaussian", "noises")
+FREE = lw.curvature.MatrixFree(samples=4, preconditioner="kron", tolerance=1e-8)
+
+
+# -- networks and data -------------------------------------------------------------------------------------------
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2)).double()
+
+
+def inputs() -> Tensor:
+    return torch.randn(N, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def problem(kind: str) -> tuple[Any, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    if kind == "categorical":
+        return "categorical", torch.randint(2, (N,), generator=generator)
+    noise = 0.5 if kind == "gaussian" else torch.tensor([0.5, 0.8])
+    return lw.likelihoods.Gaussian(noise), torch.randn(N, 2, generator=generator, dtype=torch.float64)
+
+
+def shard(x: Tensor, y: Tensor, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """The batches of a rank: five examples each, and shards of unequal sizes."""
+    start, stop = CUTS[size][rank : rank + 2]
+    return [(x[i : min(i + 5, stop)], y[i : min(i + 5, stop)]) for i in range(start, stop, 5)]
+
+
+def mine(kind: str, rank: int, size: int) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    likelihood, y = problem(kind)
+    return likelihood, shard(inputs(), y, rank, size)
+
+
+# -- what ranks do -----------------------------------------------------------------------------------------------
+
+
+def fits(rank: int, size: int) -> dict[str, Any]:
+    """Every structure: its state, evidence, predictions and tuning."""
+    out: dict[str, Any] = {}
+    group = "world" if size > 1 else None
+    for i, (name, structure) in enumerate(STRUCTURES.items()):
+        kind = LIKELIHOODS[i % 3]
+        likelihood, data = mine(kind, rank, size)
+        model = nn.parallel.DistributedDataParallel(network()) if size > 1 and name == "kron" else network()
+        la = lw.laplace(model, data, likelihood, structure=structure, process_group=group)
+        found = described(la)
+        if size < 3 or name in ("dual", "ekfac"):
+            tuned = la.tuned()
+            found |= {
+                f"tuned {key}": value for key, value in described(tuned).items() if key not in ("sums", "batches")
+            }
+            found["v*"] = tuned.tangent_map.vector
+        out[name] = found
+    return out
+
+
+def described(la: Any) -> dict[str, Any]:
+    state = la.state
+    return {
+        "n": state.n,
+        "targets": state.targets,
+        "names": state.layout.names,
+        "sums": {k: v.clone() for k, v in state.sums.items()},
+        "statistics": state.statistics,
+        "batches": [tuple(batch) for batch in state.batches],
+        "evidence": la.log_evidence(center="map"),
+        "prior": la.prior.precision,
+        "noise": la.likelihood.hyperparameters,
+        "covariance": la.predict(inputs()[:3] + 0.1).covariance,
+    }
+
+
+def verbs(rank: int, size: int) -> dict[str, Any]:
+    """What else reads the data: automatic choices, passes of the tangent center, held-out data, more data, files."""
+    group = "world" if size > 1 else None
+    likelihood, data = mine("categorical", rank, size)
+    out: dict[str, Any] = {}
+    la = lw.laplace(network(), data, likelihood, process_group=group)
+    out["auto"] = str(la.state.structure), la.log_evidence()
+    kron = lw.laplace(network(), data, likelihood, structure="kron", process_group=group)
+    held = [(x + 0.1, y) for x, y in data]
+    validated = kron.tuned(method="validation", data=held)
+    out["validation"] = validated.prior.precision, validated.temperature
+    out["updated"] = described(kron.updated(held))
+    out["tuned on all"] = described(kron.updated(held).tuned())
+    certificate = kron.certify(16)
+    out["certificate"] = certificate.trace.value
+    out["certificate's log_det"] = certificate.log_det.value, certificate.log_det.standard_error
+    kept, center.ROWS = center.ROWS, 0  # J by passes
+    out["by passes"] = kron.recentered().tangent_map.vector
+    streamed = kron.tuned()
+    out["tuned by passes"] = streamed.prior.precision, streamed.log_evidence()
+    center.ROWS = kept
+    table = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, 2)).double()
+    table.load_state_dict({k: torch.randn(v.shape, generator=G(3)).double() for k, v in table.state_dict().items()})
+    words = torch.randint(6, (N, 2), generator=G(4))
+    tokens = shard(words, problem("categorical")[1], rank, size)
+    out["embedding"] = described_sums(lw.laplace(table, tokens, likelihood, structure="kron", process_group=group))
+    return out
+
+
+def described_sums(la: Any) -> dict[str, Any]:
+    return {"sums": la.state.sums, "evidence": la.log_evidence()}
+
+
+def G(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def streams(rank: int, size: int) -> dict[str, Any]:
+    """Products over the data, and the solves that are made of them."""
+    group = "world" if size > 1 else None
+    likelihood, data = mine("gaussian", rank, size)
+    data = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))] if data else []
+    la = lw.laplace(network(), data, likelihood, structure=FREE, prior=3.0, process_group=group)
+    precision = la.posterior.precision
+    vectors = torch.randn(3, la.state.layout.size, generator=G(5), dtype=torch.float64)
+    out: dict[str, Any] = {
+        "product": precision.root.product(vectors, torch.ones(1, dtype=torch.float64)),
+        "solve": linalg.solve(precision, vectors),
+        "diagonal": linalg.diagonal(precision),
+        "v*": la.recentered().tangent_map.vector,
+        "samples": la.solve.z,
+        "draws": la.draw(1, G(7)),
+        "variance": la.predict(inputs()[:3]).f_var,
+    }
+    tuned = la.tuned()
+    out["tuned"] = tuned.prior.precision, tuned.likelihood.noise
+    out["evidence"] = tuned.log_evidence()
+    several = lw.curvature.MatrixFree(samples=200, tolerance=1e-3)
+    many = lw.laplace(network(), data, likelihood, structure=several, prior=3.0, process_group=group)
+    out["many variances"] = many.predict(inputs()[:3]).f_var
+    out["many noise"] = many.posterior.precision.noise
+    return out
+
+
+def sampled(rank: int, size: int) -> dict[str, Any]:
+    """A Monte-Carlo factor, of draws that are each rank's own."""
+    likelihood, data = mine("gaussian", rank, size)
+    group = "world" if size > 1 else None
+    data = [(torch.ones_like(x), y) for x, y in data]  # one input: what differs is drawn
+    factor, structure = lw.curvature.Factor("monte_carlo", 500), lw.curvature.Full("primal")
+    la = lw.laplace(network(), data, likelihood, structure=structure, factor=factor, process_group=group)
+    own = Ranks(dist.group.WORLD if group else None).own(G(9))
+    return {"gram": la.state.sums["gram"], "own": torch.randn(5, generator=own)}
+
+
+def bases(rank: int, size: int) -> dict[str, Any]:
+    """Eigenvectors that differ between ranks, by their signs."""
+    likelihood, data = mine("categorical", rank, size)
+    eigh = torch.linalg.eigh
+
+    def turned(*args: Any) -> Any:
+        values, vectors = eigh(*args)
+        return values, -vectors if rank == 1 else vectors
+
+    torch.linalg.eigh = turned
+    la = lw.laplace(network(), data, likelihood, structure="ekfac", process_group="world", memory_budget=2**20)
+    torch.linalg.eigh = eigh
+    return {"basis": la.state.basis, "sums": la.state.sums, "lead": la.data.ranks.traffic["lead messages"]}
+
+
+def traffic(rank: int, size: int) -> dict[str, Any]:
+    """Bytes and messages of a fit, and of a product."""
+    out: dict[str, Any] = {}
+    for name, structure in STRUCTURES.items():
+        likelihood, data = mine("categorical", rank, size)
+        la = lw.laplace(network(), data, likelihood, structure=structure, process_group="world")
+        out[name] = dict(la.data.ranks.traffic)
+    likelihood, data = mine("categorical", rank, size)
+    la = lw.laplace(network(), data, likelihood, structure=FREE, process_group="world")
+    counted = la.data.ranks.traffic
+    counted.clear()
+    la.state.source.product(torch.ones(3, la.state.layout.size, dtype=torch.float64), torch.ones(1).double())
+    out["product"] = dict(counted)
+    return out
+
+
+# -- faults ------------------------------------------------------------------------------------------------------
+
+
+def faults(rank: int, size: int) -> dict[str, Any]:
+    """Each in turn on the same group, which stays usable: what every rank was told, and a fit afterwards."""
+    likelihood, data = mine("gaussian", rank, size)
+    x, y = inputs(), problem("gaussian")[1]
+    odd = rank == 1
+
+    def fit(model: nn.Module | None = None, batches: Any = data, **options: Any) -> Any:
+        options = {"likelihood": likelihood, "structure": "kron", **options}
+        return lw.laplace(model or network(), batches, process_group="world", **options)
+
+    bad = [(torch.where(torch.tensor(i == 1), torch.nan, xs), ys) for i, (xs, ys) in enumerate(data)]
+    la, plain, growing = fit(structure=FREE), fit(), list(data)
+    grown = fit(structure=FREE, batches=growing)
+    growing += [(x[:1], y[:1])] if odd else []  # another number of examples in a later pass
+
+    cases: dict[str, Callable[[], Any]] = {
+        "NaN": lambda: fit(batches=bad if odd else data),
+        "weights": lambda: fit(network(odd)),
+        "order": lambda: fit(Ordered(odd)),
+        "dtype": lambda: fit(network().float() if odd else network()),
+        "structure": lambda: fit(structure="diag" if odd else "kron"),
+        "prior": lambda: fit(prior=2.0 if odd else 1.0),
+        "likelihood": lambda: fit(likelihood=lw.likelihoods.Gaussian(0.4 if odd else 0.5)),
+        "subset": lambda: fit(subset=["3.*"] if odd else "all"),
+        "no data": lambda: fit(batches=[]),
+        "not data": lambda: fit(batches=7 if odd else data),
+        "argument": lambda: fit(prior="odd" if odd else 1.0),
+        "step": lambda: la.state.source.noise(2, G(0)) if odd else plain.recentered(),
+        "generator": lambda: la.posterior.draw(2, G(rank)),
+        "another pass": lambda: grown.recentered(),
+        "another product": lambda: grown.solve,
+    }
+    out: dict[str, Any] = {name: told(case) for name, case in cases.items()}
+    out["afterwards"] = plain.log_evidence(), fit().log_evidence()
+    return out
+
+
+class Ordered(nn.Module):
+    """The same parameters in one order or the other."""
+
+    def __init__(self, backwards: bool) -> None:
+        super().__init__()
+        names = ["a", "b"]
+        for name in reversed(names) if backwards else names:
+            self.register_parameter(name, nn.Parameter(torch.ones(2, 3, dtype=torch.float64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.a + 2 * self.b).T
+
+
+def told(case: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        case()
+    except lw.errors.LapwingError as error:
+        return type(error).__name__, str(error)
+    return "", "nothing"
+
+
+def killed(rank: int, size: int) -> dict[str, Any]:
+    """One rank dies in the middle of a pass."""
+    likelihood, data = mine("gaussian", rank, size)
+
+    class Deadly(list):
+        def __iter__(self) -> Iterator[Any]:
+            for i, batch in enumerate(data):
+                if rank == 1 and i == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield batch
+
+    begun = time.monotonic()
+    name, text = told(lambda: lw.laplace(network(), Deadly(data), likelihood, structure="kron", process_group="world"))
+    return {"error": (name, text), "seconds": time.monotonic() - begun}
+
+
+def absent(rank: int, size: int) -> dict[str, Any]:
+    """One rank never comes to a product."""
+    likelihood, data = mine("gaussian", rank, size)
+    la = lw.laplace(network(), data, likelihood, structure=FREE, process_group="world")
+    begun = time.monotonic()
+    if rank == 1:
+        time.sleep(3 * TIMEOUTS["absent"])
+        return {}
+    return {"error": told(lambda: la.solve), "seconds": time.monotonic() - begun}
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------
+
+SESSIONS: dict[str, tuple[Callable[[int, int], dict[str, Any]], tuple[int, ...]]] = {
+    "fits": (fits, (1, 2, 3)),
+    "verbs": (verbs, (1, 3)),
+    "streams": (streams, (1, 2, 3)),
+    "sampled": (sampled, (1, 2)),
+    "bases": (bases, (2,)),
+    "traffic": (traffic, (2,)),
+    "faults": (faults, (2,)),
+    "killed": (killed, (2,)),
+    "absent": (absent, (2,)),
+}
+TIMEOUTS = {"killed": 10, "absent": 2}
+
+
+def run(name: str, size: int, folder: Path) -> None:
+    """A session: fork its ranks and wait for them."""
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if not child:
+            os._exit(_rank(name, rank, size, folder))
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _rank(name: str, rank: int, size: int, folder: Path) -> int:
+    try:
+        if size > 1:
+            timeout = datetime.timedelta(seconds=TIMEOUTS.get(name, 60))
+            store = f"file://{folder}/store {name} {size}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
+        begun = time.monotonic()
+        torch.save(SESSIONS[name][0](rank, size), folder / f"{name} {rank} of {size}.pt")
+        print(f"{name} {rank} of {size}: {time.monotonic() - begun:.1f} s", flush=True)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for name, (_, sizes) in SESSIONS.items():
+        for size in sizes:
+            run(name, size, folder)
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shared = "PYTEST_XDIST_WORKER" in os.environ  # then one worker runs the sessions, and the others wait for it
+    path = (tmp_path_factory.getbasetemp().parent if shared else tmp_path_factory.getbasetemp()) / "ranks"
+    try:
+        path.mkdir()
+    except FileExistsError:
+        while not (path / "log").exists():
+            time.sleep(0.2)
+        return path
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, __file__, str(path)], env=env, capture_output=True, text=True, timeout=600)
+    (path / "text").write_text(done.stdout + done.stderr)
+    (path / "text").rename(path / "log")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def found(folder: Path, name: str, size: int) -> list[dict[str, Any]]:
+    """What each rank of a session found."""
+    paths = [folder / f"{name} {rank} of {size}.pt" for rank in range(size)]
+    missing = [path.name for path in paths if not path.exists()]
+    assert not missing, f"{missing}\n{(folder / 'log').read_text()}"
+    return [torch.load(path, weights_only=False) for path in paths]
+
+
+def assert_same(ranks: list[Any]) -> None:
+    """Bit by bit on every rank."""
+    for other in ranks[1:]:
+        close(other, ranks[0], 0.0)
+
+
+def joined(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [torch.cat(parts) for parts in zip(*batches, strict=True)]
+
+
+def close(mine: Any, other: Any, tolerance: float = 1e-8) -> None:
+    if isinstance(mine, dict):
+        assert mine.keys() == other.keys()
+        mine, other = list(mine.values()), list(other.values())
+    if isinstance(mine, (list, tuple)):
+        for one, another in zip(mine, other, strict=True):
+            close(one, another, tolerance)
+    elif isinstance(mine, (Tensor, float)):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+    else:
+        assert mine == other
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_state_of_all_ranks_is_that_of_one_process(folder: Path, name: str, size: int) -> None:
+    """Identity 10 across processes, with shards of unequal sizes and (of three) an empty one."""
+    ranks, (alone,) = ([one[name] for one in found(folder, "fits", n)] for n in (size, 1))
+    assert_same(ranks)
+    for key in ("n", "targets", "names"):
+        assert ranks[0][key] == alone[key]
+    for key in ("sums", "statistics", "evidence", "covariance"):
+        close(ranks[0][key], alone[key])
+    close(joined(ranks[0]["batches"]), joined(alone["batches"]))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gram_of_all_ranks_is_that_of_dense_autograd(folder: Path, size: int) -> None:
+    model, x = network(), inputs()
+    params = dict(model.named_parameters())
+    f = torch.softmax(model(x), -1)
+    rows = torch.zeros(2, N, 42, dtype=torch.float64)
+    for c in range(2):
+        for n in range(N):
+            grads = torch.autograd.grad(model(x[n : n + 1])[0, c], list(params.values()))
+            rows[c, n] = torch.cat([g.reshape(-1) for g in grads])
+    middle = torch.diag_embed(f) - f[:, :, None] * f[:, None]
+    gram = torch.einsum("anp,nab,bnq->pq", rows, middle, rows).detach()
+    for rank in found(folder, "fits", size):
+        close(rank["primal"]["sums"]["gram"][0], gram)
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in STRUCTURES), ("dual", 3), ("ekfac", 3)])
+def test_tuned_is_that_of_one_process(folder: Path, name: str, size: int) -> None:
+    ranks, (alone,) = ([one[name] for one in found(folder, "fits", n)] for n in (size, 1))
+    assert_same(ranks)
+    for key in ("tuned evidence", "tuned prior", "tuned noise", "tuned covariance", "v*"):
+        close(ranks[0][key], alone[key], 1e-6)
+
+
+def test_parameters_of_a_wrapped_model_have_their_own_names(folder: Path) -> None:
+    assert found(folder, "fits", 2)[0]["kron"]["names"][0] == "0.weight"
+
+
+@pytest.mark.parametrize(
+    "key", ["auto", "validation", "updated", "tuned on all", "certificate", "by passes", "embedding"]
+)
+def test_verbs_of_ranks_are_those_of_one_process(folder: Path, key: str) -> None:
+    ranks, (alone,) = ([one[key] for one in found(folder, "verbs", n)] for n in (3, 1))
+    assert_same(ranks)
+    close(ranks[0], alone, 1e-6)
+
+
+def test_random_starts_agree_within_their_errors(folder: Path) -> None:
+    ranks, (alone,) = found(folder, "verbs", 3), found(folder, "verbs", 1)
+    assert_same(ranks)
+    close(ranks[0]["tuned by passes"], alone["tuned by passes"], 1e-2)
+    (here, error), (there, other) = (one["certificate's log_det"] for one in (ranks[0], alone))
+    assert abs(here - there) < 5 * (error**2 + other**2) ** 0.5
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_products_and_solves_are_those_of_one_process(folder: Path, size: int) -> None:
+    ranks, (alone,) = found(folder, "streams", size), found(folder, "streams", 1)
+    assert_same(ranks)
+    for key, tolerance in (("product", 1e-10), ("diagonal", 1e-10), ("solve", 1e-6), ("v*", 1e-6)):
+        close(ranks[0][key], alone[key], tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_samples_of_ranks_have_the_exact_posterior(folder: Path, size: int) -> None:
+    """The noise of one rank's data is not that of another's: E‖Rᵀe‖² = tr G, and error bars are those of `full`."""
+    rank = found(folder, "streams", size)[0]
+    likelihood, y = problem("gaussian")
+    exact = lw.laplace(network(), (inputs(), y), likelihood, structure="full", prior=3.0)
+    squares = rank["many noise"][0].square().sum(-1)
+    trace = exact.state.sums["gram"].diagonal(dim1=1, dim2=2).sum() if "gram" in exact.state.sums else None
+    trace = (
+        trace
+        if trace is not None
+        else linalg.diagonal(lw.posterior.curvature(exact.state, lw.likelihoods.Gaussian(1.0))).sum()
+    )
+    assert abs(float(squares.mean() - trace)) < 5 * float(squares.std()) / len(squares) ** 0.5
+    ratio = rank["many variances"] / exact.predict(inputs()[:3]).f_var
+    assert float((ratio.log().abs()).max()) < 5 * (2 / 200) ** 0.5
+
+
+def test_sampled_factors_are_drawn_apart_on_each_rank(folder: Path) -> None:
+    ranks, (alone,) = found(folder, "sampled", 2), found(folder, "sampled", 1)
+    assert not torch.equal(ranks[0]["own"], ranks[1]["own"])
+    torch.testing.assert_close(ranks[0]["gram"], ranks[1]["gram"], rtol=0, atol=0)
+    traces = [float(one["gram"].diagonal(dim1=1, dim2=2).sum()) for one in (ranks[0], alone)]
+    assert abs(traces[0] / traces[1] - 1) < 5 * (2 * 2 / (N * 2 * 500)) ** 0.5
+
+
+def test_sums_are_in_one_basis_though_eigenvectors_differ(folder: Path) -> None:
+    ranks = found(folder, "bases", 2)
+    assert_same(ranks)
+    assert ranks[0]["lead"] == 4  # the factors of two layers
+    (alone,) = found(folder, "fits", 1)
+    likelihood, y = problem("categorical")
+    alone = lw.laplace(network(), (inputs(), y), likelihood, structure="ekfac")
+    close(ranks[0]["sums"], alone.state.sums)
+
+
+def test_bytes_are_those_of_the_cost_model(folder: Path) -> None:
+    """docs/scaling.md, for a layer 3 → 5 with bias, a layer norm of 5 and a layer 5 → 2: P = 20 + 10 + 12."""
+    kron = (4 * 4 + 5 * 5 + 1) + 10 * 10 + (6 * 6 + 2 * 2 + 1)
+    expected = {
+        "primal": 42 * 42 + 1,
+        "dual": 1,
+        "kron": kron + 1,
+        "ekfac": (kron + 1) + (20 + 100 + 12 + 1),
+        "diag": 42 + 1,
+        "block": 20**2 + 10**2 + 12**2 + 1,
+        "lowrank": 7 * 42 + 6 + 1,
+        "lowrank, two passes": 2 * (7 * 42 + 6 + 1),
+    }
+    for rank in found(folder, "traffic", 2):
+        assert {name: rank[name]["sum bytes"] for name in STRUCTURES} == {k: 8 * v for k, v in expected.items()}
+        assert rank["dual"]["gather bytes"] == 14 * 8 * (3 + 1 * 2)  # of the larger shard: inputs, and a cotangent
+        assert rank["product"]["sum bytes"] == 8 * (3 * 42 + 3 + 1) + 16
+        assert rank["kron"]["sum messages"] == 2
+        assert rank["product"]["sum messages"] == 2
+
+
+FAULTS = {  # what both ranks are told
+    "weights": "rank 1 differs from rank 0 in weights of 0.weight",
+    "order": "rank 1 differs from rank 0 in parameter 0: b of shape (2, 3)",
+    "dtype": "torch.float32, there 0.weight of shape (5, 3), torch.float64",
+    "structure": "rank 1 differs from rank 0 in structure: 'diag', there 'kron'",
+    "prior": "rank 1 differs from rank 0 in prior's precision",
+    "likelihood": "rank 1 differs from rank 0 in likelihood's noise: 0.4, there 0.5",
+    "subset": "torch.float64, frozen, there",
+    "no data": "the data hold no batch on any rank",
+    "step": "rank 0: reading the data for the tangent map; rank 1: the noise of the data",
+    "another pass": "24 examples, not 23",
+    "another product": "pass 1 had 24 examples, not 23",
+}
+LOCAL = {  # what rank 1 does wrong, and rank 0 is told
+    "NaN": "the inputs hold 15 NaN",
+    "not data": "got int",
+    "argument": "got 'odd'",
+    "generator": "vectors of a product must be the same on every rank",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_ranks_differ_in_is_told_to_all(folder: Path, fault: str) -> None:
+    for rank in found(folder, "faults", 2):
+        assert FAULTS[fault] in rank[fault][1]
+
+
+@pytest.mark.parametrize("fault", LOCAL)
+def test_an_error_on_one_rank_is_an_error_on_all(folder: Path, fault: str) -> None:
+    told_0, told_1 = (rank[fault] for rank in found(folder, "faults", 2))
+    assert told_1[0] == "InvalidValue"
+    assert LOCAL[fault] in told_1[1]
+    assert told_0[0] == "RankFailed"
+    assert f"rank 1: InvalidValue: {told_1[1]}" in told_0[1]
+
+
+def test_a_group_is_usable_after_an_error(folder: Path) -> None:
+    ranks = found(folder, "faults", 2)
+    assert_same([rank["afterwards"] for rank in ranks])
+    close(*ranks[0]["afterwards"])
+
+
+def test_a_killed_rank_ends_the_others_with_an_error(folder: Path) -> None:
+    assert not (folder / "killed 1 of 2.pt").exists()
+    rank = torch.load(folder / "killed 0 of 2.pt", weights_only=False)
+    assert rank["error"][0] == "RankFailed"
+    assert "start all of them again" in rank["error"][1]
+    assert rank["seconds"] < TIMEOUTS["killed"]
+
+
+def test_a_rank_that_does_not_come_ends_the_others_at_the_timeout(folder: Path) -> None:
+    rank = torch.load(folder / "absent 0 of 2.pt", weights_only=False)
+    assert rank["error"][0] == "RankFailed"
+    assert rank["seconds"] < 3 * TIMEOUTS["absent"]
+
+
+def test_a_group_must_be_one(folder: Path) -> None:
+    data = (inputs(), problem("gaussian")[1])
+    with pytest.raises(lw.errors.InvalidValue, match="init_process_group"):
+        lw.laplace(network(), data, "gaussian", process_group="world")
+
+
+def test_readers_of_one_process_refuse_a_shard() -> None:
+    data = Shard((inputs(), problem("gaussian")[1]), Ranks())
+    with pytest.raises(lw.errors.Unsupported, match="got a Shard"):
+        lw.gp.ella(network(), data, "gaussian")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
