@@ -23,7 +23,7 @@ from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe, accumulate,
 from lapwing.curvature.checkpoint import Checkpoint
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Diagonal, Kronecker
-from lapwing.curvature.lowrank import LowRank
+from lapwing.curvature.lowrank import COPIES, LowRank
 from lapwing.curvature.parts import Part
 from lapwing.curvature.products import carry, pieces
 from lapwing.curvature.state import State, differing
@@ -273,43 +273,50 @@ class _Outputs:
 
 
 PRECONDITIONERS: dict[str, Any] = {"kron": Kronecker, "diag": Diagonal, "nystrom": LowRank, "none": Nothing}
-RANK = 100  # of a Nyström preconditioner
+RANK, LEAST = 100, 8  # of a Nyström preconditioner: the most, and the least that "auto" takes
+FEW_COLUMNS = 16  # of the exact output factor, up to which a Nyström preconditioner takes it
 
 
 @dataclass(frozen=True)
 class MatrixFree:
     """samples: draws of the posterior that are kept. solver: "cg", or "sgd" for data too many to stream at each step.
-    preconditioner: "kron", "diag", "nystrom" or "none". tolerance: of a solve's residual; 0 goes by the dtype.
-    seed: of the samples' noise; −1 takes it from the fit's generator."""
+    preconditioner: "nystrom", "kron", "diag", "none", or "auto": nystrom, and none where the memory budget has no room
+    for a rank of 8. tolerance: of a solve's residual; 0 goes by the dtype. seed: of the samples' noise; −1 takes it
+    from the fit's generator. rank: of nystrom; 0 is what the memory budget has room for, at most a quarter of the
+    parameters and 100."""
 
     samples: int = 32
     solver: str = "cg"
-    preconditioner: str = "kron"
+    preconditioner: str = "auto"
     tolerance: float = 0.0
     max_steps: int = 500
     seed: int = -1
+    rank: int = 0
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
         if self.solver not in ("cg", "sgd"):
             raise InvalidValue(f"solver must be 'cg' or 'sgd', got {self.solver!r}")
-        if self.preconditioner not in PRECONDITIONERS:
-            raise InvalidValue(f"preconditioner must be one of {list(PRECONDITIONERS)}, got {self.preconditioner!r}")
-        if self.samples < 4 or self.max_steps < 1 or not self.tolerance >= 0:
+        if self.preconditioner not in ("auto", *PRECONDITIONERS):
             raise InvalidValue(
-                "matrix_free needs at least 4 samples (error bars), max_steps of 1 and a tolerance that is not "
-                f"negative; got {self.samples}, {self.max_steps} and {self.tolerance}"
+                f"preconditioner must be 'auto' or one of {list(PRECONDITIONERS)}, got {self.preconditioner!r}"
+            )
+        if self.samples < 4 or self.max_steps < 1 or not self.tolerance >= 0 or self.rank < 0:
+            raise InvalidValue(
+                "matrix_free needs at least 4 samples (error bars), max_steps of 1, and a tolerance and a rank that "
+                f"are not negative; got {self.samples}, {self.max_steps}, {self.tolerance} and {self.rank}"
             )
 
     def __str__(self) -> str:
         return "matrix_free"
 
-    def near(self, parameters: int) -> Any:
+    @property
+    def near(self) -> Any:
         """The structure of the preconditioner."""
         if self.preconditioner == "none":
             return Nothing()
         if self.preconditioner == "nystrom":
-            return LowRank(min(RANK, parameters), memory_budget=self.memory_budget)
+            return LowRank(self.rank, memory_budget=self.memory_budget)
         return PRECONDITIONERS[self.preconditioner](memory_budget=self.memory_budget)
 
     def resolved(self, probe: Probe, factor: Factor) -> MatrixFree:
@@ -318,7 +325,12 @@ class MatrixFree:
                 f"matrix_free multiplies by the exact output curvature, at no extra cost; got factor='{factor.kind}': "
                 "use factor='exact' (or 'auto')"
             )
-        return self
+        if self.preconditioner not in ("auto", "nystrom"):
+            return self
+        room = self.memory_budget // (8 * COPIES * probe.parameters)
+        rank = self.rank or max(1, min(RANK, probe.parameters // 4, room))
+        fits = self.preconditioner == "nystrom" or bool(self.rank) or room >= LEAST
+        return replace(self, preconditioner="nystrom", rank=rank) if fits else replace(self, preconditioner="none")
 
     def streamed(
         self,
@@ -334,12 +346,13 @@ class MatrixFree:
         """The state: that of the preconditioner, by one pass, and where the data are."""
         seed = self.seed if self.seed >= 0 else int(torch.randint(2**31, (), generator=generator))
         weights = len(likelihood.curvature_weights("exact"))
+        near = self.near_factor(weights, seen.outputs * seen.positions)
         state = accumulate(
-            self.near(seen.parameters),
+            self.near,
             tangent,
             likelihood,
             batches,
-            near_factor(weights),
+            near if near.kind in likelihood.factors else Factor("exact"),
             generator=generator,
             progress=progress,
             seen=seen,
@@ -354,12 +367,20 @@ class MatrixFree:
             coverage=dict.fromkeys(tangent.layout.names, "exact, by products"),
         )
 
+    def near_factor(self, weights: int, columns: int) -> Factor:
+        """Of the preconditioner. The range of G is all that Nyström is about, so it takes the exact factor where that
+        has few columns; the others take one sampled score an example. Noise per output needs the exact one."""
+        if weights > 1:
+            return Factor("exact")
+        if self.preconditioner == "nystrom":
+            return Factor("exact") if columns <= FEW_COLUMNS else Factor("monte_carlo")
+        return Factor("monte_carlo", 1)
+
     def companion(self, state: State) -> State:
         """The state of the preconditioner alone."""
         return replace(
             state,
-            structure=self.near(state.layout.size),
-            factor=near_factor(state.weights),
+            structure=self.near,
             source=None,
             cache=state.cache.setdefault("companion", {}),
         )
@@ -381,11 +402,6 @@ class MatrixFree:
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         return dict.fromkeys(tangent.layout.names, "exact, by products")
-
-
-def near_factor(weights: int) -> Factor:
-    """Of the preconditioner: one sampled score an example, unless noise per output needs the exact one."""
-    return Factor("monte_carlo", 1) if weights == 1 else Factor("exact")
 
 
 def source(

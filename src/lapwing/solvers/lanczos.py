@@ -33,7 +33,7 @@ SHORT = 2  # vectors of the recursion of three terms, beside the new one
 
 @dataclass
 class Lanczos:
-    """The recursion, a step at a time: grows the basis q (m of (k, p), the last `window` kept) and T's entries (k, m)."""
+    """The recursion, step by step: grows the basis q (m of (k, p), the last `window` kept) and T (entries (k, m))."""
 
     mv: Product  # L
     inner: Product  # M
@@ -126,7 +126,7 @@ def slq(
 ) -> tuple[Estimate, int]:
     """tr f(L) from starts (k, p), and the number of steps (products with L) that it took.
 
-    It stops when no column has anything left (exact), or when the last quarter of its steps, two at the least, moved the
+    It stops when no column has anything left (exact), or when its last quarter of steps, two at the least, moved the
     mean by at most a fiftieth of its standard error: what is left is then small beside the error of the probes, even if
     it falls no faster than the inverse of the steps. A matrix that changes between products is an error.
     """
@@ -157,7 +157,7 @@ def _finite(run: Lanczos, function: Callable[[Tensor], Tensor]) -> Tensor:
     if not bool(torch.isfinite(found).all()):
         least = float(torch.linalg.eigvalsh(run.tridiagonal()).min())
         raise NotPositiveDefinite(
-            f"the function is not finite at an eigenvalue that Lanczos found; the least is {least:.3g}. Where the matrix "
+            f"the function is not finite at an eigenvalue that Lanczos found; the least is {least:.3g}. Where it "
             "should be positive definite, products are too coarse: use a larger prior precision, a closer "
             "preconditioner, or a network in float64"
         )
