@@ -179,7 +179,7 @@ def test_equal_known_noise_is_a_gaussian() -> None:
     )
     b = lw.laplace(net, (x, y), Gaussian(0.4), structure="kron")
     close(a.log_evidence(), b.log_evidence())
-    close(a.tuned().prior.precision, b.tuned(fixed=("noise",)).prior.precision, 1e-4)
+    close(a.tuned().prior.precision, b.tuned(fixed=("noise",)).prior.precision, 5e-3)  # to the tolerance of a tuning
 
 
 # -- preferences -----------------------------------------------------------------------------------------------------

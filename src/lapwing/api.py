@@ -101,11 +101,12 @@ def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, stru
     if factor == "auto" and isinstance(structure, curvature.MatrixFree):
         return Factor("exact")  # products with it cost nothing more
     if factor == "auto":
-        several = (
-            len(likelihood.curvature_weights("exact")) > 1
-        )  # noise per output: only the exact factor keeps it apart
+        several = len(likelihood.curvature_weights()) > 1  # noise per output: only the exact factor keeps it apart
         few = seen.outputs * seen.positions <= FEW_OUTPUTS
-        return Factor("exact" if few or several else "monte_carlo")
+        wanted = "exact" if few or several else "monte_carlo"
+        if not likelihood.factors:
+            raise Unsupported(f"{likelihood.name} is not concave and has no sample method, so it has no output factor")
+        return Factor(wanted if wanted in likelihood.factors else likelihood.factors[0])
     if not isinstance(factor, (str, Factor)):
         raise InvalidValue(f"factor must be 'auto', one of {KINDS} or lw.curvature.Factor, got {factor!r}")
     return Factor(factor) if isinstance(factor, str) else factor

@@ -19,7 +19,6 @@ import torch
 
 from lapwing import api, tree
 from lapwing.curvature import Factor, Full, Probe
-from lapwing.curvature.accumulate import flat_outputs
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover
 from lapwing.curvature.full import ROWS
@@ -137,7 +136,7 @@ def survey(tangent: TangentModel, likelihood: Likelihood, sample: Sample, workin
     factor = api.as_factor("auto", seen, likelihood)
     columns = factor.columns(seen.outputs, seen.positions)
     if factor.kind == "exact":  # a softmax has one less than outputs
-        columns = likelihood.hessian_root(flat_outputs(f[:1])).shape[-1] * seen.positions
+        columns = likelihood.columns(seen.outputs) * seen.positions
     return Problem(
         tangent, likelihood, factor, seen, bool(sample.n), (x, y), sample.batch, parts, positions, columns, working
     )

@@ -4,6 +4,7 @@ from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.counts import NegativeBinomial, Poisson
+from lapwing.likelihoods.custom import Custom
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian, MeanLogVariance, NaturalHead
 from lapwing.likelihoods.known_noise import KnownNoise
@@ -18,6 +19,7 @@ __all__ = [
     "BradleyTerry",
     "Categorical",
     "ClassWeighted",
+    "Custom",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Ignoring",

@@ -106,6 +106,10 @@ class Likelihood:
         """Cov[y | f], (..., t, t)."""
         return torch.diag_embed(self.variance(f))
 
+    def observed(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Where y is Gaussian: what was observed, (..., t), and the covariance of its noise, (..., t, t)."""
+        return y, self.noise_covariance(f)
+
     def cdf(self, f: Tensor, y: Tensor) -> Tensor | None:
         """P(target ≤ y_j | f) of each target by itself, of y's shape, for predicted quantiles; None where it is not
         known, and they are those of samples."""
@@ -122,6 +126,15 @@ class Likelihood:
         return each.reshape(len(each), -1).sum(-1)
 
     # -- the curvature, at unit scale -----------------------------------------------------------------------------
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The output factors that there are, of "exact" and "monte_carlo"."""
+        return ("exact", "monte_carlo")
+
+    def columns(self, outputs: int) -> int:
+        """k of S (n, c, k), for c outputs."""
+        return outputs
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         """∂_f log p(y | f) at unit scale, (n, c)."""

@@ -46,6 +46,9 @@ class Categorical(Likelihood):
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(y.long(), f.shape[-1]).to(f) - torch.softmax(f, -1)
 
+    def columns(self, outputs: int) -> int:
+        return outputs - 1
+
     def hessian_root(self, f: Tensor) -> Tensor:
         p = torch.softmax(f, -1)
         r = p.sqrt()

@@ -21,6 +21,7 @@ from lapwing.likelihoods.base import Likelihood, check_finite
 class KnownNoise(Likelihood):
     quadratic: ClassVar[bool] = True
     response: ClassVar[str] = "identity"
+    normal: ClassVar[bool] = True
 
     @staticmethod
     def pack(y: Tensor, noise: Tensor) -> Tensor:
@@ -54,6 +55,10 @@ class KnownNoise(Likelihood):
         raise Unsupported(
             "the noise at new inputs is not known; use mean, f_var, or log_prob(KnownNoise.pack(y, noise))"
         )
+
+    def observed(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        target, noise = y.to(f).chunk(2, -1)
+        return target, torch.diag_embed(noise.square())
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         target, noise = y.to(f).chunk(2, -1)

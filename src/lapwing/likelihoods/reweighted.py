@@ -137,7 +137,17 @@ def _of_base(name: str) -> Any:
 for _name in (
     *("concave", "quadratic", "event", "response", "classes", "normal", "elementwise", "counts"),  # what it is
     *("inside", "sample", "mean", "variance", "noise_covariance", "cdf", "class_probs"),  # a target that counts as one
-    *("curvature_weights", "log_likelihood", "residual_noise", "target_scale", "per_output", "noise", "sigma"),
+    *(
+        "factors",
+        "columns",
+        "curvature_weights",
+        "log_likelihood",
+        "residual_noise",
+        "target_scale",
+        "per_output",
+        "noise",
+        "sigma",
+    ),
 ):
     setattr(Reweighted, _name, _of_base(_name))
 
