@@ -412,6 +412,24 @@ def test_draws_outside_of_a_likelihood_are_left_out_and_said() -> None:
         wide.sample(2)
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_density_of_targets_with_their_noise_is_gaussian(joint: bool) -> None:
+    g = torch.Generator().manual_seed(3)
+    mean, y = (torch.randn(3, 2, generator=g, dtype=torch.float64) for _ in range(2))
+    noise = 0.1 + torch.rand(3, 2, generator=g, dtype=torch.float64)
+    root = torch.randn(6, 6, generator=g, dtype=torch.float64)
+    whole = root @ root.mT
+    cov = whole.reshape(3, 2, 3, 2)
+    each = torch.stack([cov[i, :, i] for i in range(3)])
+    likelihood = lw.likelihoods.KnownNoise()
+    found = lw.Prediction(likelihood, mean, cov if joint else each, joint=joint).log_prob(likelihood.pack(y, noise))
+    if joint:
+        total = whole + noise.reshape(-1).square().diag()
+        close(found, MultivariateNormal(mean.reshape(-1), total).log_prob(y.reshape(-1)))
+    else:
+        close(found, MultivariateNormal(mean, each + torch.diag_embed(noise.square())).log_prob(y))
+
+
 # -- slices ----------------------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,18 @@ def test_a_few_inputs_show_no_ellipsis_and_positions_are_told() -> None:
     assert "2 inputs, 3 outputs at 4 positions" in repr(pred)
 
 
+def test_what_is_not_known_is_left_out() -> None:
+    known = lw.likelihoods.KnownNoise()
+    pred = lw.Prediction(known, torch.ones(2, 1).double(), torch.ones(2, 1, 1).double())
+    assert "epistemic std" in repr(pred)
+    assert " std " not in repr(pred).replace("epistemic std", "")
+    assert set(pred.to_numpy()) == {"mean", "epistemic", "f_mean", "f_var"}
+    with pytest.raises(lw.errors.Unsupported, match="not known"):
+        pred.std  # noqa: B018
+    cauchy = lw.Prediction(lw.likelihoods.StudentT(1.0, 1.0), torch.ones(2, 1).double(), torch.ones(2, 1, 1).double())
+    assert "studentt" in repr(cauchy)
+
+
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """Links: from a Gaussian over the outputs f to E[y], f ~ N(μ, V).
 
-    exact            μ                                            where E[y|f] = f and the noise is Gaussian
+    exact            μ                                            where E[y|f] = f
     delta            E[y|μ], and y ~ N(E[y|μ], D V Dᵀ + noise at μ), D = ∂E[y|f]/∂f:  other Gaussian noise
     probit           softmax(μ / √(1 + π/8 · diag V))            MacKay's; counts the variance of a common shift of
                                                                   all logits, to which softmax is blind
@@ -33,10 +33,11 @@ DRAWS = 512
 
 def resolve(likelihood: Likelihood, link: str) -> str:
     """The link that is meant; "auto" is the first that the likelihood has."""
-    exact = likelihood.normal and likelihood.response == "identity"
-    offered = tuple(CLOSED.get(likelihood.response, {})) if exact or likelihood.classes else ()
-    if not exact:
-        offered += ("delta", "monte_carlo") if likelihood.normal else ("monte_carlo",)
+    if likelihood.response == "identity":
+        offered: tuple[str, ...] = ("exact",)
+    else:
+        drawn = ("delta", "monte_carlo") if likelihood.normal else ("monte_carlo",)
+        offered = (*CLOSED.get(likelihood.response, {}), *drawn)
     if link == "auto":
         return offered[0]
     if link not in offered:
@@ -50,7 +51,7 @@ def closed_form(likelihood: Likelihood, link: str, mean: Tensor, cov: Tensor) ->
     link = resolve(likelihood, link)
     if link == "monte_carlo":
         return None
-    return likelihood.mean(mean) if link == "delta" else CLOSED[likelihood.response][link](mean, cov)
+    return likelihood.mean(mean) if link in ("exact", "delta") else CLOSED[likelihood.response][link](mean, cov)
 
 
 def _probit(mean: Tensor, cov: Tensor) -> Tensor:
@@ -89,7 +90,6 @@ def _bridge(mean: Tensor, cov: Tensor) -> Tensor:
 
 # by how E[y|f] comes from f; the first is what "auto" means
 CLOSED: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "identity": {"exact": lambda mean, cov: mean},
     "softmax": {
         "probit": _probit,
         "probit_centered": _probit_centered,

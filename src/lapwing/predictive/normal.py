@@ -25,8 +25,9 @@ def slope(likelihood: Likelihood, f: Tensor) -> Tensor | None:
 
 def log_prob(likelihood: Likelihood, f: Tensor, cov: Tensor, joint: bool, y: Tensor) -> Tensor:
     """Of each input, or of all together, 0-dim, if joint: V is then (n, ..., c, n, ..., c)."""
-    residual = (y - likelihood.mean(f)).double().reshape(f.shape[:-1].numel(), -1)  # (N, t)
-    total = (_joint if joint else _each)(likelihood, f, cov.double())
+    y, noise = (t.double() for t in likelihood.observed(f, y))
+    residual = (y - likelihood.mean(f)).reshape(f.shape[:-1].numel(), -1)  # (N, t)
+    total = (_joint if joint else _each)(cov.double(), noise, slope(likelihood, f), f.shape)
     if joint:
         residual = residual.reshape(1, -1)
     root = torch.linalg.cholesky(total)
@@ -36,18 +37,16 @@ def log_prob(likelihood: Likelihood, f: Tensor, cov: Tensor, joint: bool, y: Ten
     return out.reshape(() if joint else f.shape[:-1])
 
 
-def _each(likelihood: Likelihood, f: Tensor, cov: Tensor) -> Tensor:
+def _each(cov: Tensor, noise: Tensor, D: Tensor | None, shape: torch.Size) -> Tensor:
     """(N, t, t)."""
-    D = slope(likelihood, f)
-    total = (cov if D is None else D.double() @ cov @ D.double().mT) + likelihood.noise_covariance(f).double()
+    total = (cov if D is None else D.double() @ cov @ D.double().mT) + noise
     return total.reshape(-1, *total.shape[-2:])
 
 
-def _joint(likelihood: Likelihood, f: Tensor, cov: Tensor) -> Tensor:
+def _joint(cov: Tensor, noise: Tensor, D: Tensor | None, shape: torch.Size) -> Tensor:
     """(1, N·t, N·t)."""
-    noise, D = likelihood.noise_covariance(f).double(), slope(likelihood, f)
-    rows, t = f.shape[:-1].numel(), noise.shape[-1]
-    total = cov.reshape(rows, -1, rows, f.shape[-1]).clone()
+    rows, t = shape[:-1].numel(), noise.shape[-1]
+    total = cov.reshape(rows, shape[-1], rows, shape[-1]).clone()
     if D is not None:
         D = D.double().reshape(rows, t, -1)
         total = torch.einsum("nta,namb,mub->ntmu", D, total, D)

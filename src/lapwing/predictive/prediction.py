@@ -94,7 +94,11 @@ class Prediction:
     @property
     def gaussian(self) -> bool:
         """Whether y is Gaussian, exactly or by the delta method: N(mean, total) for each target."""
-        return self.outputs is None and resolve(self.likelihood, self.link) in ("exact", "delta")
+        return (
+            self.outputs is None
+            and self.likelihood.normal
+            and resolve(self.likelihood, self.link) in ("exact", "delta")
+        )
 
     @cached_property
     def mean(self) -> Tensor:
@@ -121,7 +125,7 @@ class Prediction:
     @property
     def aleatoric(self) -> Tensor:
         """E of Var[y|f]: noise that no data remove."""
-        return self.likelihood.variance(self.f_mean) if self.gaussian else self._moments["aleatoric"]
+        return self.likelihood.variance(self.f_mean) if self.gaussian else self._expected_variance
 
     @property
     def total(self) -> Tensor:
@@ -186,7 +190,7 @@ class Prediction:
             if each is None:
                 raise Unsupported(f"{self.likelihood.name} has no distribution function cdf; use quantile or sample")
             parts.append(some.average(each))
-        return torch.cat(parts).reshape(y.shape)
+        return self._shaped(parts)
 
     def quantile(self, q: float) -> Tensor:
         """The least y that has F(y) ≥ q, of each target by itself; for classes, the quantile of the class probabilities
@@ -202,8 +206,7 @@ class Prediction:
                 parts.append(torch.quantile(self.likelihood.mean(some.f), q, dim=0))
             else:
                 parts.append((mixture.quantile if known else mixture.sample_quantile)(self.likelihood, some, q))
-        out = torch.cat(parts)
-        return out.reshape(*self.f_mean.shape[:-1], *out.shape[1:]).to(self.f_mean)
+        return self._shaped(parts).to(self.f_mean)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval, between the quantiles (1 ± level)/2: its ends."""
@@ -221,14 +224,14 @@ class Prediction:
         if self.joint:
             return self._joint_log_prob(y)
         closed = self.outputs is None and resolve(self.likelihood, self.link) != "monte_carlo"
-        if closed:  # of independent outputs, though they depend on each other through f
+        if self.likelihood.classes and closed:  # of independent outputs, though they depend on each other through f
             out = self.likelihood.class_log_prob(self.mean.reshape(-1, self.mean.shape[-1]), targets)
             return out.reshape(self.f_mean.shape[:-1])
         parts = []
         for index, some in self._nodes(self.f_mean.shape[-1] == 1):
             mine = targets[index]
             parts.append(some.log_average(self.likelihood.log_prob(some.f, mine.expand(len(some.f), *mine.shape))))
-        return torch.cat(parts).reshape(self.f_mean.shape[:-1])
+        return self._shaped(parts)
 
     # -- to look at -----------------------------------------------------------------------------------------------
 
@@ -263,7 +266,7 @@ class Prediction:
         """How much wider the posterior over f is than p(y|f), squared: by variances, or by the information in y where
         it has none."""
         if bool(torch.isfinite(self.likelihood.variance(self.f_mean)).all()):
-            return self._moments["epistemic"] / self._moments["aleatoric"]
+            return self._moments["epistemic"] / self._expected_variance
         return self.f_var * self.likelihood.hessian_root(self.f_mean).square().sum(-1)
 
     def _check_classes(self) -> None:
@@ -326,10 +329,19 @@ class Prediction:
 
     @cached_property
     def _moments(self) -> dict[str, Tensor]:
-        """Mean, variance parts and expected entropy over f, in chunks of inputs."""
+        """Mean, epistemic variance and expected entropy over f."""
         parts = [_moments(self.likelihood, some) for _, some in self._nodes(self._by_line, sharp=False)]
-        joined = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
-        return {k: v.reshape(*self.f_mean.shape[:-1], *v.shape[1:]) for k, v in joined.items()}
+        return {k: self._shaped([part[k] for part in parts]) for k in parts[0]}
+
+    @cached_property
+    def _expected_variance(self) -> Tensor:
+        some = self._nodes(self._by_line, sharp=False)
+        return self._shaped([part.average(self.likelihood.variance(part.f)) for _, part in some])
+
+    def _shaped(self, parts: list[Tensor]) -> Tensor:
+        """Chunks of rows (N, ...) put together, positions in their places."""
+        out = torch.cat(parts)
+        return out.reshape(*self.f_mean.shape[:-1], *out.shape[1:])
 
     def _joint_log_prob(self, y: Tensor) -> Tensor:
         """log E_f Π_n p(y_n | f_n)."""
@@ -353,11 +365,7 @@ def _moments(likelihood: Likelihood, some: Nodes) -> dict[str, Tensor]:
     """Over nodes f (s, n, c); the mean of squares is taken about the mean, so nothing cancels."""
     means = likelihood.mean(some.f)
     mean = some.average(means)
-    out = {
-        "mean": mean,
-        "epistemic": some.average((means - mean).square()),
-        "aleatoric": some.average(likelihood.variance(some.f)),
-    }
+    out = {"mean": mean, "epistemic": some.average((means - mean).square())}
     if likelihood.classes:
         out["entropy"] = some.average(_entropy(likelihood.class_probs(means)))
     return out

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lapwing.errors import Unsupported
+
 if TYPE_CHECKING:
     from lapwing.predictive.prediction import Prediction
 
@@ -17,7 +19,8 @@ ROWS, COLUMNS = 5, 3  # shown
 def to_numpy(prediction: Prediction) -> dict[str, Any]:
     names = ["mean", "std", "epistemic", "aleatoric", "total", "f_mean", "f_var"]
     names += ["entropy", "expected_entropy", "mutual_information"] if prediction.likelihood.classes else []
-    return {name: getattr(prediction, name).detach().cpu().numpy() for name in names}
+    found = {name: _part(prediction, name) for name in names}
+    return {name: values.detach().cpu().numpy() for name, values in found.items() if values is not None}
 
 
 def text(prediction: Prediction) -> str:
@@ -44,15 +47,16 @@ def _head(prediction: Prediction) -> str:
 
 
 def _table(prediction: Prediction) -> tuple[list[str], list[list[str]]]:
-    few = _first(prediction)
-    parts = {"mean": few.mean, "std": few.std, "epistemic std": few.epistemic.sqrt()}
-    rows = [[_short(values[i]) for values in parts.values()] for i in range(len(few.f_mean))]
-    return list(parts), rows
+    few = prediction[:ROWS]
+    parts = {name: values for name in ("mean", "std", "epistemic std") if (values := _part(few, name)) is not None}
+    return list(parts), [[_short(values[i]) for values in parts.values()] for i in range(len(few.f_mean))]
 
 
-def _first(prediction: Prediction) -> Prediction:
-    """The prediction at the rows shown alone: no more is computed."""
-    return prediction if len(prediction.f_mean) <= ROWS else prediction[:ROWS]
+def _part(prediction: Prediction, name: str) -> Tensor | None:
+    try:
+        return prediction.epistemic.sqrt() if name == "epistemic std" else getattr(prediction, name)
+    except Unsupported:  # noise that is not known, a mean that is not there: what is there is shown
+        return None
 
 
 def _short(row: Tensor) -> str:
