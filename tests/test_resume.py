@@ -217,6 +217,27 @@ def test_progress_tells_where_it_resumed(tmp_path: Path, capsys: pytest.CaptureF
     assert "kron, resumed at batch 6" in capsys.readouterr().err
 
 
+def test_a_checkpoint_takes_the_bytes_that_are_said(tmp_path: Path) -> None:
+    """docs/continual.md, in float64: factors of 8 bytes, not 4."""
+    model, x, y = problem()
+    path, p, sides = tmp_path / "file", 26, 4**2 + 4**2 + 5**2 + 2**2
+    for structure, at, expected in [
+        ("kron", 8, 8 * sides + 2 * 8),  # and two counts
+        ("ekfac", 20, 8 * p + 8 * sides),
+        ("diag", 8, 8 * p),
+        ("block", 8, 8 * (16**2 + 10**2)),
+        ("dual", 8, 6 * (2 * 3 * 8 + 2 * 2 * 8)),  # six batches of two, one column each
+        ("primal", 8, 8 * p**2 + 6 * 2 * 8 * p),  # and their rows, which wait to be multiplied
+        ("lowrank", 8, 8 * 7 * p + 4 * 8),
+        ("lowrank, 3 passes", 32, 2 * 8 * 7 * p + 4 * 8),
+    ]:
+        interrupted(path, model, x, y, "categorical", at=at, structure=STRUCTURES[structure], factor="exact")
+        tensors, _ = files.read(path, checkpoint.SCHEMA, files.CHECKPOINT)
+        sums = {k: v for k, v in tensors.items() if k.startswith(("run.accumulator", "basis."))}
+        assert sum(v.numel() * v.element_size() for v in sums.values()) == expected, structure
+        path.unlink()
+
+
 # -- another fit is refused ------------------------------------------------------------------------------------------
 
 
