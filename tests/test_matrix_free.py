@@ -17,7 +17,6 @@ from lapwing.curvature import MatrixFree
 from lapwing.errors import InvalidValue, NotConverged, NotPositiveDefinite, Unsupported
 from lapwing.operators import Diagonal, Plan, Streamed, linalg
 from lapwing.solvers import Estimate, Lanczos
-from lapwing.solvers.estimate import mean_square_interval
 from lapwing.solvers.sgd import sgd
 
 TIGHT = 1e-12
@@ -405,7 +404,7 @@ def test_evidence_agrees_with_full_within_its_bar(name: str, preconditioner: str
 
 @pytest.mark.parametrize(
     ("problem", "preconditioner", "samples"),
-    [(regression, "kron", 32), (classes, "none", 16), (attention, "nystrom", 8)],
+    [(regression, "kron", 32), (classes, "none", 16), (attention, "nystrom", 16)],
     ids=["mlp", "cnn", "attention"],
 )
 def test_bars_are_honest(problem: Callable[..., Any], preconditioner: str, samples: int, jacobian: Oracle) -> None:
@@ -428,8 +427,8 @@ def test_bars_are_honest(problem: Callable[..., Any], preconditioner: str, sampl
         hits["logdet"] += covers(op.log_determinant, float(torch.logdet(M)))
         hits["gamma"] += covers(op.samples.dimension, float((G * S).sum()))
         squares = (op.spread @ rows.mT).square().mean(0)
-        low, high = mean_square_interval(squares, samples)
-        hits["variance"] += float(((low <= variances) & (variances <= high)).double().mean())
+        reach = 1.645 * squares * (2 / samples) ** 0.5  # 1.645 of f_var_standard_error
+        hits["variance"] += float(((squares - variances).abs() <= reach).double().mean())
     assert all(80 <= n <= 97 for n in hits.values()), hits
 
 

@@ -3,8 +3,6 @@
     mean_of(s)      s̄,      se = sd(s)/√k,                        s̄ ± t se
     ratio_of(a, b)  r = ā/b̄,  se = sd(a − r b)/(b̄ √k)  (delta method),   r exp(± t se/r)
 
-    mean_square_interval    s̄² k/q₊, s̄² k/q₋  for mean squares s̄² of k centered Gaussians, q the quantiles of χ² with k
-
 t is Student's quantile at k − 1 degrees of freedom. Means of positive numbers err more upward than downward; on the
 logarithmic scale, on which a ratio's interval is made, that skewness is mostly gone.
 """
@@ -52,22 +50,6 @@ def ratio_of(top: Tensor, bottom: Tensor) -> Estimate:
     error = _standard_error((top - ratio * bottom) / bottom.mean())
     factor = math.exp(student_t(LEVEL, len(top) - 1) * error / ratio)
     return Estimate(ratio, error, (ratio / factor, ratio * factor), top / bottom)
-
-
-def mean_square_interval(squares: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """90 % intervals of variances, from mean squares of k draws of a centered Gaussian."""
-    below, above = (chi_square(0.5 + side * LEVEL / 2, k) for side in (-1, 1))
-    return squares * (k / above), squares * (k / below)
-
-
-def chi_square(level: float, freedom: int) -> float:
-    """The quantile of χ², by bisection of its distribution, a regularized incomplete gamma function."""
-    half, want = torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(level, dtype=torch.float64)
-    low, high = half.new_zeros(()), half.new_tensor(10.0 * freedom + 100)
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if torch.special.gammainc(half, middle / 2) < want else (low, middle)
-    return float(middle)
 
 
 def _standard_error(samples: Tensor) -> float:
