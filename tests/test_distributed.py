@@ -121,11 +121,11 @@ def verbs(rank: int, size: int) -> dict[str, Any]:
     out["auto"] = str(la.state.structure), la.log_evidence()
     kron = lw.laplace(network(), data, likelihood, structure="kron", process_group=group)
     held = [(x + 0.1, y) for x, y in data]
-    validated = kron.tuned(method="validation", data=held)
+    validated = kron.tuned(method="validation", data=held, fixed="temperature")
     out["validation"] = validated.prior.precision, validated.temperature
     out["updated"] = described(kron.updated(held))
     out["tuned on all"] = described(kron.updated(held).tuned())
-    certificate = kron.certify(16)
+    certificate = kron.certify(8)
     out["certificate"] = certificate.trace.value
     out["certificate's log_det"] = certificate.log_det.value, certificate.log_det.standard_error
     kept, center.ROWS = center.ROWS, 0  # J by passes
@@ -351,6 +351,7 @@ def _rank(name: str, rank: int, size: int, folder: Path) -> int:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))  # torch scripts its rules once, before the forks
     for name, (_, sizes) in SESSIONS.items():
         for size in sizes:
             run(name, size, folder)
@@ -528,7 +529,7 @@ def test_bytes_are_those_of_the_cost_model(folder: Path) -> None:
         assert rank["dual"]["gather bytes"] == 14 * 8 * (3 + 1 * 2)  # of the larger shard: inputs, and a cotangent
         assert rank["product"]["sum bytes"] == 8 * (3 * 42 + 3 + 1) + 16
         assert rank["kron"]["sum messages"] == 2
-        assert rank["product"]["sum messages"] == 2
+        assert rank["product"]["sum messages"] == 2  # vectors with all other floats, and counts
 
 
 FAULTS = {  # what both ranks are told

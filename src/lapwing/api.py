@@ -139,8 +139,9 @@ def as_ranks(process_group: Any) -> Ranks:
 
 def as_shard(data: Any, ranks: Ranks) -> Any:
     """Batches, of which each rank has a shard where there are several."""
-    batches = as_batches(data, sharded=True)
-    return batches if ranks.alone or isinstance(batches, Shard) else Shard(batches, ranks)
+    if ranks.alone or isinstance(data, Shard):
+        return as_batches(data, sharded=True)
+    return as_batches(Shard(data, ranks), sharded=True)
 
 
 def as_budget(memory_budget: int | None) -> int:
@@ -572,7 +573,7 @@ def _mean(mean: str) -> str:
 
 
 def _numbers(value: Tensor) -> str:
-    return f"{float(value):.4g}" if value.numel() == 1 else "[" + ", ".join(f"{v:.4g}" for v in value.tolist()) + "]"
+    return f"{float(value):.4g}" if value.numel() == 1 else "[" + ", ".join(f"{v:.4g}" for v in value.flatten().tolist()) + "]"
 
 
 # -- the verbs ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 from tqdm.auto import tqdm
 
 from lapwing import tree
@@ -76,7 +76,9 @@ def as_batches(data: Any, sharded: bool = False) -> Iterable[Any]:
     if isinstance(data, Shard):
         if not sharded:
             raise Unsupported("this reads the data in one process, and got a Shard of them; give all the data")
-        return Shard(as_batches(data.batches), data.ranks)
+        batches = as_batches(data.batches)
+        _check_sampler(batches)
+        return Shard(batches, data.ranks)
     two = isinstance(data, (tuple, list)) and len(data) == 2
     if two and (isinstance(data, tuple) or isinstance(data[0], (Tensor, np.ndarray))):
         inputs, targets = (_as_tensors(part) for part in data)
@@ -135,6 +137,20 @@ def _warn_dropped(loader: DataLoader) -> None:
             "curvature and evidence are sums over data: build it with drop_last=False",
             LapwingWarning,
             stacklevel=4,
+        )
+
+
+def _check_sampler(batches: Any) -> None:
+    """DistributedSampler makes its shards equal by repeating examples, or by leaving some out."""
+    sampler = getattr(getattr(batches, "batch_sampler", None), "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return
+    extra = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+    if extra:
+        raise InvalidValue(
+            f"DistributedSampler {'repeats' if extra > 0 else 'leaves out'} {abs(extra)} of {len(sampler.dataset)} "  # type: ignore[arg-type]
+            "examples to make its shards equal; curvature and evidence are sums over data: give each rank "
+            "torch.utils.data.Subset(dataset, range(rank, len(dataset), world_size)), of any size"
         )
 
 

@@ -9,7 +9,7 @@ group's timeout, ends the others with an error. What ranks compute from sums ove
 sums are, bit by bit; where it could differ all the same (eigenvectors, vectors of an iteration) it is compared.
 
 `traffic` counts bytes and messages as they are handed to a collective: "sum" and "gather" for what the cost model of
-docs/scaling.md counts, "control" for the rest.
+docs/scaling.md counts (as they are, also where they travel with a header), "control" for the rest.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from lapwing import tree
 from lapwing.errors import InvalidValue, RankFailed
 
+WORDS = 126  # numbers that travel with a header
 SMALL = 2**16  # bytes up to which tensors travel together
 ROUNDING = 1e-3  # by how much vectors of an iteration may differ between ranks, relative: machines round differently
 CHUNK = 2**22  # numbers that are hashed at a time
@@ -72,23 +73,29 @@ class Ranks:
             error = found
         self.meet(what, error)
 
-    def meet(self, what: str, error: Exception | None = None) -> None:
-        """Wait for every rank to come to the same point; raise on all if one comes with an error."""
+    def meet(self, what: str, error: Exception | None = None, words: Tensor | None = None) -> list[Tensor]:
+        """Wait for every rank to come to the same point; raise on all if one comes with an error. A few int64 that each
+        brings are given to all, in the order of ranks."""
+        brought = torch.zeros(0, dtype=torch.int64) if words is None else words
         if self.alone:
-            return
-        headers = self._headers([error is not None, _hashed(what)])
-        if any(failed for failed, _ in headers):
+            return [brought]
+        header = torch.zeros(2 + WORDS, dtype=torch.int64)  # of one size, whatever a rank comes for
+        header[:2] = torch.tensor([error is not None, _hashed(what)])
+        header[2 : 2 + len(brought)] = brought
+        found = self._headers(header)
+        if any(bool(one[0]) for one in found):
             texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
             if error is not None:
                 raise error
             told = "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text is not None)
             raise RankFailed(f"{what} failed on another rank, and so on all. {told}")
-        if len({place for _, place in headers}) > 1:
+        if len({int(one[1]) for one in found}) > 1:
             places = "; ".join(f"rank {r}: {place}" for r, place in enumerate(self.gather(what)))
             raise RankFailed(
                 f"the ranks are out of step. {places}. Every rank must call the same methods, with the same arguments "
                 "and in the same order"
             )
+        return [one[2 : 2 + len(brought)] for one in found]
 
     def agree(self, facts: Mapping[str, str], do: str) -> None:
         """Raise on every rank, and say which rank differs in what, unless all have the same facts in the same order."""
@@ -103,8 +110,7 @@ class Ranks:
 
     def same(self, tensor: Tensor, what: str) -> Tensor:
         """A tensor that all ranks have: rank 0's, where they differ by rounding; more is an error."""
-        self.meet(f"{what} {tuple(tensor.shape)}")
-        if self.agrees({what: tensor}):
+        if self.agrees({f"{what} {tuple(tensor.shape)}": tensor}):
             return tensor
         lead = self.lead({what: tensor})[what]
         with self.told(what):
@@ -120,20 +126,29 @@ class Ranks:
         """Whether tensors are the same on all ranks, bit by bit."""
         if self.alone:
             return True
-        sums = [_checksum(tensor) for tensor in tensors.values()]
-        return len({tuple(header) for header in self._headers(sums)}) == 1
+        mine = torch.tensor([_checksum(list(tensors.values()))])
+        return len({int(one) for one in self.meet(f"comparing {list(tensors)}", words=mine)}) == 1
 
     # -- what all ranks hold together -------------------------------------------------------------------------------
 
     def total(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Sums over ranks, the same on all bit by bit; large tensors are written over."""
-        if self.alone:
+        """Sums over ranks, the same on all bit by bit; large tensors are written over. Small ones travel together,
+        a few numbers with the header."""
+        if self.alone or not tensors:
             return list(tensors)
-        self.meet(f"{what}: sums of {[(tuple(t.shape), str(t.dtype)) for t in tensors]}")
+        what = f"{what}: sums of {[(tuple(t.shape), str(t.dtype)) for t in tensors]}"
+        few = all(t.element_size() == 8 for t in tensors) and sum(t.numel() for t in tensors) <= WORDS
+        words = [t.detach().cpu().contiguous().reshape(-1).view(torch.int64) for t in tensors] if few else []
+        found = self.meet(what, words=torch.cat(words) if few else None)
+        if few:
+            self._count("sum", sum(8 * t.numel() for t in tensors))
+            sizes = [t.numel() for t in tensors]
+            each = zip(*(one.split(sizes) for one in found), strict=True)
+            return [_added(parts, t) for parts, t in zip(each, tensors, strict=True)]
         out: list[Any] = [None] * len(tensors)
         small: dict[torch.dtype, list[int]] = {}
         for i, tensor in enumerate(tensors):
-            if tensor.numel() * tensor.element_size() <= SMALL:
+            if _bytes(tensor) <= SMALL:
                 small.setdefault(tensor.dtype, []).append(i)
             else:
                 out[i] = self._sum(tensor.detach().contiguous())
@@ -148,7 +163,8 @@ class Ranks:
 
     def count(self, n: int, what: str) -> int:
         """The sum of a whole number over ranks, modulo 2⁶⁴."""
-        return n if self.alone else sum(self.gather(n, what)) % 2**64
+        words = self.meet(what, words=torch.tensor([(n + 2**63) % 2**64 - 2**63]))
+        return sum(int(one) for one in words) % 2**64
 
     def gather(self, thing: Any, what: str = "") -> list[Any]:
         """What each rank has, in the order of ranks; small things."""
@@ -162,7 +178,8 @@ class Ranks:
 
     def first(self, thing: Any, what: str) -> Any:
         """That of the first rank that has one, on every rank; None where none has."""
-        having = [r for r, has in enumerate(self.gather(thing is not None, what)) if has]
+        brought = self.meet(what, words=torch.tensor([int(thing is not None)]))
+        having = [r for r, has in enumerate(brought) if bool(has)]
         if self.alone or not having:
             return thing
         box = [tree.map_tensors(lambda t: t.cpu(), thing) if self.rank == having[0] else None]
@@ -210,11 +227,11 @@ class Ranks:
         self._call("sum", _bytes(there), dist.all_reduce, there)
         return there.to(tensor.device)
 
-    def _headers(self, numbers: list[int]) -> list[list[int]]:
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._call("control", _bytes(mine), dist.all_gather, found, mine)
-        return [header.tolist() for header in found]
+    def _headers(self, mine: Tensor) -> list[Tensor]:
+        there = mine.to(self.device)
+        found = [torch.empty_like(there) for _ in range(self.size)]
+        self._call("control", _bytes(there), dist.all_gather, found, there)
+        return [header.cpu() for header in found]
 
     def _call(self, kind: str, size: int, collective: Any, *args: Any) -> None:
         try:
@@ -225,6 +242,9 @@ class Ranks:
                 "others call, or took longer than the group's timeout: look for the first error in the output of the "
                 "other ranks; then start all of them again, with a longer init_process_group(timeout=) if one is slow"
             ) from error
+        self._count(kind, size)
+
+    def _count(self, kind: str, size: int) -> None:
         self.traffic[f"{kind} bytes"] += size
         self.traffic[f"{kind} messages"] += 1
 
@@ -291,11 +311,17 @@ def _hashed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _checksum(tensor: Tensor) -> int:
-    """Of a tensor's numbers and their places, by one pass where it is."""
+def _added(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of what ranks brought as int64, in the order of ranks."""
+    return torch.stack([part.view(like.dtype) for part in parts]).sum(0).reshape(like.shape).to(like.device)
+
+
+def _checksum(tensors: Sequence[Tensor]) -> int:
+    """Of numbers and their places, by one pass where they are."""
     total = 0
-    for i, part in enumerate(tensor.detach().reshape(-1).to(torch.float64).split(CHUNK)):
+    pieces = (part for tensor in tensors for part in tensor.detach().reshape(-1).to(torch.float64).split(CHUNK))
+    for i, part in enumerate(pieces):
         words = part.contiguous().view(torch.int64)
         place = torch.arange(1, len(words) + 1, device=words.device) * -7046029254386353131 | 1
-        total += (i + 1) * int(((words ^ (words >> 29)) * place).sum())
+        total += (2 * i + 1) * int(((words ^ (words >> 29)) * place).sum())
     return (total + 2**63) % 2**64 - 2**63

@@ -1,0 +1,190 @@
+"""Two ranks against one, one thread each: a Kronecker fit and a solve by conjugate gradients; bytes by the cost model.
+
+    python benchmarks/distributed.py [--images 2000] [--repeat 3]
+
+Weights and images are random: they change neither times nor bytes. A time is that of the slowest rank, from a point
+where all are ready, the least of `repeat` runs; runs of one rank and of two alternate. The solve has no preconditioner,
+so that it takes the same steps whatever the number of ranks. Bytes are those that each rank hands to collectives
+(docs/scaling.md has the formulas, which stand here as code of their own).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _common import Bar, table, write
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.operators import linalg
+
+RANKS, VECTORS, STEPS, RANK = 2, 8, 10, 20
+SMALL = 40  # images that bytes are counted with
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    convolutions = [
+        m
+        for i, o in [(3, 16), (16, 32), (32, 64)]
+        for m in (nn.Conv2d(i, o, 3, 2, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
+    ]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 16, 10)).eval()
+
+
+def shard(images: int, rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of 50 of this rank's images."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(images, 3, 32, 32, generator=generator), torch.randint(10, (images,), generator=generator)
+    mine = range(rank * images // ranks, (rank + 1) * images // ranks)
+    return [(x[i : min(i + 50, mine.stop)], y[i : min(i + 50, mine.stop)]) for i in range(mine.start, mine.stop, 50)]
+
+
+# -- times -------------------------------------------------------------------------------------------------------
+
+
+def timed(images: int, rank: int, ranks: int) -> dict[str, float]:
+    group, data, model = "world" if ranks > 1 else None, shard(images, rank, ranks), network()
+
+    def clocked(call: Any) -> tuple[float, Any]:
+        if ranks > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        out = call()
+        return time.perf_counter() - start, out
+
+    def fit(batches: Any, structure: Any) -> lw.Laplace:
+        return lw.laplace(model, batches, "categorical", structure=structure, factor="exact", process_group=group)
+
+    free = lw.curvature.MatrixFree(preconditioner="none", tolerance=1e-30, max_steps=STEPS)
+    fit(data[:1], "kron")  # to warm up
+    seconds, _ = clocked(lambda: fit(data, "kron"))
+    precision = fit(data, free).posterior.precision
+    b = torch.randn(VECTORS, precision.size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return {"kron": seconds, "cg": clocked(lambda: _steps(precision, b))[0]}
+
+
+def _steps(precision: Any, b: Tensor) -> None:
+    """STEPS steps of conjugate gradients, which is too few to converge."""
+    try:
+        linalg.solve(precision, b)
+    except lw.errors.NotConverged:
+        return
+    raise AssertionError("the solve was meant to take all its steps")
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------
+
+
+def counted(rank: int, ranks: int) -> dict[str, int]:
+    """Bytes that a rank hands to collectives, by structure."""
+    out, data, model = {}, shard(SMALL, rank, ranks), small()
+    for name, structure in structures().items():
+        la = lw.laplace(model, data, "categorical", structure=structure, factor="exact", process_group="world")
+        traffic = la.data.ranks.traffic
+        out[name] = traffic["sum bytes"] + traffic["gather bytes"]
+    free = lw.curvature.MatrixFree(preconditioner="none")
+    la = lw.laplace(model, data, "categorical", structure=free, process_group="world")
+    la.data.ranks.traffic.clear()
+    la.state.source.product(torch.ones(VECTORS, la.state.layout.size).double(), torch.ones(1).double())
+    return {**out, "product": la.data.ranks.traffic["sum bytes"]}
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(3, 4, 3, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 10))
+    return body.eval()
+
+
+def structures() -> dict[str, Any]:
+    return {
+        "full (primal)": lw.curvature.Full("primal"),
+        "full (dual)": lw.curvature.Full("dual"),
+        "kron": "kron",
+        "ekfac": "ekfac",
+        "block": "block",
+        "diag": "diag",
+        "lowrank": lw.curvature.LowRank(RANK),
+    }
+
+
+def modeled() -> dict[str, int]:
+    """The same by the formulas: i, o the sides of a layer's Kronecker factors, q of a normalization layer's block."""
+    layers, norms, tensors = [(3 * 9 + 1, 4), (4 * 64 + 1, 10)], [2 * 4], 6
+    p = sum(i * o for i, o in layers) + sum(norms)
+    blocks = 8 * sum(q**2 for q in norms)
+    kron = sum(4 * i**2 + 4 * o**2 + 8 for i, o in layers) + blocks
+    statistics = 8
+    return {
+        "full (primal)": 8 * p**2 + statistics,
+        "full (dual)": SMALL // RANKS * 4 * (3 * 32 * 32 + 9 * 10) + statistics,
+        "kron": kron + statistics,
+        "ekfac": kron + 8 * sum(i * o for i, o in layers) + blocks + 2 * statistics,
+        "block": 8 * sum((i * o) ** 2 for i, o in layers) + blocks + statistics,
+        "diag": 8 * p + statistics,
+        "lowrank": 8 * (RANK * p + tensors) + statistics,
+        "product": 8 * (VECTORS * p + VECTORS) + statistics + 16,
+    }
+
+
+# -- processes ---------------------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, ranks: int, folder: str, what: str, images: int) -> None:
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    found = counted(rank, ranks) if what == "bytes" else timed(images, rank, ranks)
+    (pathlib.Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def run(ranks: int, what: str, images: int = 0) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_main, (ranks, folder, what, images), nprocs=ranks)
+        return [json.loads((pathlib.Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    runs: dict[int, list[dict[str, float]]] = {1: [], RANKS: []}
+    for _ in range(args.repeat):
+        for ranks, held in runs.items():
+            found = run(ranks, "times", args.images)
+            held.append({key: max(one[key] for one in found) for key in found[0]})
+    least = {ranks: {key: min(one[key] for one in held) for key in held[0]} for ranks, held in runs.items()}
+    labels = {"kron": "Kronecker fit", "cg": f"{STEPS} steps of conjugate gradients, {VECTORS} vectors"}
+    speedup = {key: least[1][key] / least[RANKS][key] for key in labels}
+    sent, formula = run(RANKS, "bytes"), modeled()
+    rows = [("", "1 rank, s", f"{RANKS} ranks, s", "times faster")]
+    rows += [(labels[k], *(f"{least[r][k]:.2f}" for r in runs), f"{speedup[k]:.2f}") for k in labels]
+    print(table(rows), end="\n\n")
+    print(table([("bytes a rank", "sent", "formula"), *((k, str(sent[0][k]), str(v)) for k, v in formula.items())]))
+    off = max(abs(one[key] - value) for one in sent for key, value in formula.items())
+    bars = [Bar(f"{labels[key]}, times faster on {RANKS} ranks", speedup[key], 1.6, above=True) for key in labels]
+    bars.append(Bar("bytes sent beside those of the cost model, the largest difference", float(off), 0.0))
+    print("", *bars, sep="\n")
+    body = {
+        "images": args.images,
+        "threads a rank": 1,
+        "runs": {str(ranks): held for ranks, held in runs.items()},
+        "least": {str(ranks): held for ranks, held in least.items()},
+        "bytes": {"sent": sent[0], "formula": formula},
+    }
+    write("distributed", body, bars, ("torch", "lapwing"))
+
+
+if __name__ == "__main__":
+    main()
