@@ -21,7 +21,7 @@ from torch import Tensor
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
-from lapwing.predictive import mixture, nodes, normal, plot, show
+from lapwing.predictive import mixture, nodes, normal, plot, show, together
 from lapwing.predictive.link import LINKS, closed_form, psd_root, quasi_normal, resolve
 from lapwing.predictive.nodes import DRAWS, Nodes
 
@@ -344,14 +344,20 @@ class Prediction:
         return out.reshape(*self.f_mean.shape[:-1], *out.shape[1:])
 
     def _joint_log_prob(self, y: Tensor) -> Tensor:
-        """log E_f Π_n p(y_n | f_n)."""
-        if self.outputs is not None:
-            f = self.outputs
-        else:
-            f = self._colored(quasi_normal(DRAWS, self._blocks()[1]).to(self.f_mean.device))
+        """log E_f Π_n p(y_n | f_n), over those f that the likelihood can take."""
+        drawn = self.outputs is not None
+        f = (
+            self.outputs
+            if self.outputs is not None
+            else self._colored(quasi_normal(DRAWS, self._blocks()[1]).to(self.f_mean.device))
+        )
         inside = self.likelihood.inside(f).flatten(1).all(1)
-        each = self.likelihood.log_prob(f[inside], y.expand(int(inside.sum()), *y.shape))
-        return torch.logsumexp(each.flatten(1).sum(1), 0) - math.log(len(each))
+        if drawn:
+            each = self.likelihood.log_prob(f[inside], y.expand(int(inside.sum()), *y.shape))
+            return torch.logsumexp(each.flatten(1).sum(1), 0) - math.log(len(each))
+        c, d = self.f_mean.shape[-1], self.f_mean.numel()
+        mean, cov, targets = self.f_mean.reshape(-1, c), self.covariance.reshape(d, d), flat_targets(self.f_mean, y)
+        return together.log_density(self.likelihood.log_prob, mean, cov, targets) - inside.double().mean().log()
 
 
 def _diagonal_blocks(cov: Tensor, shape: torch.Size) -> Tensor:
