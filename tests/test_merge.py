@@ -252,6 +252,24 @@ def test_the_digits_lost_are_those_that_cancel(structure: str, dtype: torch.dtyp
     assert again.lost == left.lost  # what is lost does not come back
 
 
+def test_what_rounding_makes_indefinite_is_made_positive_again() -> None:
+    """Inputs over several powers of ten in float32, the largest of which go; and a matrix of low rank."""
+    spread = 10 ** torch.linspace(3, -1, 90).unsqueeze(1)
+    model, x = nn.Linear(30, 3), torch.randn(90, 30) * spread
+    y = torch.randint(3, (90,))
+    whole = lw.laplace(model, (x, y), "categorical", structure="kron")
+    with pytest.warns(lw.errors.LapwingWarning, match="are left in the worst sum"):
+        left = whole.without((x[:70], y[:70]))
+    again = lw.laplace(model, (x[70:], y[70:]), "categorical", structure="kron")
+    close(left.log_evidence(), again.log_evidence(), 0.1)  # about one digit is left
+    net = nn.Sequential(nn.Conv2d(1, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(96, 3))
+    images, labels = torch.randn(23, 1, 6, 6), torch.randint(3, (23,))
+    primal = STRUCTURES["primal"]
+    left = lw.laplace(net, (images, labels), "categorical", structure=primal).without((images[:7], labels[:7]))
+    again = lw.laplace(net, (images[7:], labels[7:]), "categorical", structure=primal)
+    close(left.log_evidence(), again.log_evidence(), 1e-4)
+
+
 @pytest.mark.parametrize("structure", ["primal", "kron", "diag", "block", "lowrank", "ekfac"])
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])
 def test_data_that_were_not_in_the_fit_are_told_by_what_would_be_left(structure: str, kind: str) -> None:

@@ -357,6 +357,16 @@ def test_what_is_no_checkpoint_is_an_error_and_stays(tmp_path: Path) -> None:
         lw.load(whole, model)
 
 
+def test_what_killed_writers_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    model, x, y = problem()
+    left = [f".file.{'0a' * 16}.tmp", f".file.{'f' * 32}.tmp"]
+    others = [".file.tmp", f".file.{'0' * 31}.tmp", f".file.rank0.{'0' * 32}.tmp", f"file.{'0' * 32}.tmp", ".file."]
+    for name in (*left, *others):
+        (tmp_path / name).touch()
+    lw.laplace(model, (x, y), "categorical", structure="kron", checkpoint=tmp_path / "file")
+    assert sorted(os.listdir(tmp_path)) == sorted(others)
+
+
 def test_arguments_are_checked_before_the_first_pass(tmp_path: Path) -> None:
     model, x, y = problem()
     for options, says in [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def remove_unfinished(path: str | os.PathLike[str]) -> None:
     """Remove what writers of this file left behind when they were killed."""
     target = Path(path)
     for name in target.parent.iterdir():
-        if name.name.startswith(f".{target.name}.") and name.suffix == ".tmp" and len(name.suffixes[-2]) == 33:
+        if re.fullmatch(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.tmp", name.name):
             name.unlink(missing_ok=True)
 
 

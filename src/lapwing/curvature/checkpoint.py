@@ -108,7 +108,8 @@ class Journal:
             if theirs.get(what) != self.identity.get(what):
                 now = f"it had {theirs.get(what)}, this one {self.identity.get(what)}"
                 raise InvalidValue(f"{where}: {what} differs ({now}); give the same, or {ANEW}")
-        if not torch.allclose(tensors["outputs"].to(self.outputs), self.outputs, rtol=SAME, atol=SAME):
+        then = tensors["outputs"].to(self.outputs)
+        if then.shape != self.outputs.shape or not torch.allclose(then, self.outputs, rtol=SAME, atol=SAME):
             raise InvalidValue(
                 f"{where}: the network gives other outputs at the same weights; give the same forward= and code, "
                 f"or {ANEW}"

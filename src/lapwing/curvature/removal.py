@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +52,6 @@ def without(whole: State, part: State) -> State:
     )
     _check_statistics(whole, left)
     left = replace(left, sums={key: _checked(key, whole, left) for key in left.sums})
-    _check_matrices(whole, left)
     left = replace(left, lost=whole.lost + _cancelled(whole, left))
     if left.digits < FEW:
         warnings.warn(
@@ -105,34 +103,32 @@ def _check_statistics(whole: State, left: State) -> None:
 
 def _checked(key: str, whole: State, left: State) -> Tensor:
     """A sum, if squares can add up to it; what is below zero by rounding becomes zero."""
-    value, name = left.sums[key], key.rpartition("/")[2]
-    if name not in SQUARES or (name == "A" and value.ndim > 2):
+    before, value, name = whole.sums[key], left.sums[key], key.rpartition("/")[2]
+    if whole.factor.kind == "hessian":
         return value
-    if float(value.min()) < -_tolerance(whole, whole.sums[key]):
+    if name == "sketch":
+        _positive(key, whole, *(state.structure.core(state) for state in (whole, left)))
+        return value
+    if name in MATRICES and value.ndim > 2:
+        return _positive(key, whole, before, value)
+    if name not in SQUARES:
+        return value
+    if float(value.min()) < -_tolerance(whole, before):
         raise _never(f"the least entry of {key}", float(value.min()))
     return value.clamp(min=0)
 
 
-def _check_matrices(whole: State, left: State) -> None:
-    before = dict(_matrices(whole))
-    for key, matrix in _matrices(left):
-        room = _tolerance(whole, before[key])
-        shifted = matrix.to(torch.float64) + room * torch.eye(
-            matrix.shape[-1], dtype=torch.float64, device=matrix.device
-        )
-        if room and bool(torch.linalg.cholesky_ex(shifted)[1].any()):
-            raise _never(f"the least eigenvalue of {key}", float(torch.linalg.eigvalsh(matrix.to(torch.float64)).min()))
-
-
-def _matrices(state: State) -> Iterator[tuple[str, Tensor]]:
-    """Sums that are positive semidefinite."""
-    if state.factor.kind == "hessian":
-        return
-    for key, value in state.sums.items():
-        if key.rpartition("/")[2] in MATRICES and value.ndim > 2:
-            yield key, value
-        elif key == "sketch":
-            yield key, state.structure.core(state)
+def _positive(key: str, whole: State, before: Tensor, matrix: Tensor) -> Tensor:
+    """Matrices (..., p, p) without the eigenvalues below zero that rounding gave them."""
+    exact, p = matrix.to(torch.float64), matrix.shape[-1]
+    unit = torch.eye(p, dtype=torch.float64, device=matrix.device)
+    rounding = p * torch.finfo(torch.float64).eps * float(exact.flatten(-2).norm(dim=-1).max())
+    if not rounding or not torch.linalg.cholesky_ex(exact + rounding * unit)[1].any():
+        return matrix
+    values, vectors = torch.linalg.eigh(exact)
+    if float(values.min()) < -_tolerance(whole, before.to(torch.float64).flatten(-2).norm(dim=-1)):
+        raise _never(f"the least eigenvalue of {key}", float(values.min()))
+    return ((vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT).to(matrix)
 
 
 # -- the dual form -------------------------------------------------------------------------------------------------
