@@ -128,17 +128,13 @@ def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
     return prior.counts() - slope.reshape(-1)
 
 
-def noise_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
-    """How many data the fit used up, as the noise sees it: −½ ∂ log|G + A| / ∂ log σ, in the shape of σ.
-
-    Where curvature is ∝ σ⁻² that is γ, or γ_c = tr[σ_c⁻² G_c (G + A)⁻¹] for noise per output.
-    """
+def noise_slope(state: State, prior: Any, likelihood: Any, name: str = "noise") -> Tensor:
+    """∂ log|G + A| / ∂ a hyperparameter of the likelihood, in its shape: −2γ/σ where curvature is ∝ σ⁻²."""
     with torch.enable_grad():
-        log_noise = likelihood.noise.detach().log().requires_grad_()
-        moving = likelihood.replace(noise=log_noise.exp())
-        logdet = linalg.logdet_slope(linalg.shift(curvature(state, moving), prior.operator()))
-        (slope,) = torch.autograd.grad(logdet, log_noise)
-    return -0.5 * slope
+        moving = likelihood.hyperparameters[name].detach().clone().requires_grad_()
+        found = curvature(state, likelihood.replace(**{name: moving}))
+        (slope,) = torch.autograd.grad(linalg.logdet_slope(linalg.shift(found, prior.operator())), moving)
+    return slope
 
 
 def mean_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:

@@ -24,7 +24,7 @@ from lapwing.curvature.checkpoint import Checkpoint, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State, merged
-from lapwing.errors import InvalidValue
+from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
@@ -52,7 +52,7 @@ class Structure(Protocol):
         ...
 
     def operator(self, state: State, weights: Tensor) -> Any:
-        """Σ_g w_g G_g as an operator, without the prior."""
+        """Σ_g w_g G_g as an operator, without the prior. One that adds them up, whatever their signs, has `linear`."""
         ...
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
@@ -129,7 +129,14 @@ def accumulate(
     ranks = loading.ranks_of(batches)
     weights = likelihood.curvature_weights(factor.kind)
     seen = seen or probe(tangent, batches)
+    if likelihood.signed and getattr(structure, "form", "") == "auto":
+        structure = replace(structure, form="primal")
     structure = structure.resolved(seen, factor)
+    if likelihood.signed and not getattr(structure, "linear", False):
+        raise Unsupported(
+            f"{likelihood.name} has curvature weights of both signs, of which {structure} would take roots; use "
+            "structure='kron', 'ekfac', 'block', 'diag' or lw.curvature.Full('primal')"
+        )
     first = getattr(structure, "first", None)
     if first is None and basis is not None:
         raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
@@ -141,8 +148,8 @@ def accumulate(
     journal = None
     if place is not None:
         one = tree.rows_of(seen.inputs, slice(0, 1)) if tangent.separable(seen.inputs) else seen.inputs
-        facts = identity(tangent, likelihood, factor, seen.n, one, generator, basis)
-        journal = place.opened(_pass_names(structure, basis), facts, tangent(one), ranks)
+        fit = identity(tangent, likelihood, factor, seen.n, one, generator, basis)
+        journal = place.opened(_pass_names(structure, basis), fit, tangent(one), ranks)
     if first is not None:
         if basis is None and journal is not None:
             empty = State(structure, factor, likelihood.kind, len(weights), tangent, {}, 0, {}, {})

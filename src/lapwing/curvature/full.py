@@ -40,6 +40,10 @@ class Full:
         if self.form not in ("auto", "primal", "dual"):
             raise InvalidValue(f"form must be 'auto', 'primal' or 'dual', got {self.form!r}")
 
+    @property
+    def linear(self) -> bool:
+        return self.form == "primal"
+
     def __str__(self) -> str:
         return "full" if self.form == "auto" else f"full ({self.form})"
 

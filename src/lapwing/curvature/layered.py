@@ -11,7 +11,7 @@ block if it is small, else its exact diagonal.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ SIDE = 8192  # of a Kronecker factor; a layer with a longer one (a head over a v
 class Layered:
     """What the three structures share."""
 
+    linear: ClassVar[bool] = True
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def kind_of(self, part: Part) -> str:

@@ -3,6 +3,7 @@
 from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.correlated import CorrelatedGaussian
 from lapwing.likelihoods.counts import NegativeBinomial, Poisson
 from lapwing.likelihoods.custom import Custom
 from lapwing.likelihoods.gaussian import Gaussian
@@ -19,6 +20,7 @@ __all__ = [
     "BradleyTerry",
     "Categorical",
     "ClassWeighted",
+    "CorrelatedGaussian",
     "Custom",
     "Gaussian",
     "HeteroscedasticGaussian",

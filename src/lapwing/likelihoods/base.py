@@ -29,6 +29,7 @@ class Likelihood:
     settings: ClassVar[tuple[str, ...]] = ()  # fields that are fixed at the fit
     concave: ClassVar[bool] = True  # in f, for every y: what the tangent MAP needs
     event: ClassVar[int] = 1  # dimensions of y that belong to one row of f: 0 where y is a label
+    signed: ClassVar[bool] = False  # curvature weights may be negative, so that columns have no roots of their own
     quadratic: ClassVar[bool] = False  # in f: the curvature is the same at every f
     response: ClassVar[str] = ""  # how E[y|f] comes from f: "identity", "softmax", "sigmoid", or "" for any other way
     classes: ClassVar[bool] = False  # y is a class, and E[y|f] are probabilities
@@ -198,6 +199,29 @@ class Likelihood:
         """Σ_n log p(y_n | f_n), differentiable in the hyperparameters."""
         self._fixed("log_likelihood")
         return statistics["log_lik"]
+
+    # -- what a search moves ----------------------------------------------------------------------------------------
+
+    def coordinates(self) -> dict[str, Tensor]:
+        """The hyperparameters, without bounds to keep: their logarithms."""
+        return {name: value.detach().log() for name, value in self.hyperparameters.items()}
+
+    def moved(self, coordinates: dict[str, Tensor]) -> Any:
+        """The likelihood at these coordinates."""
+        return self.replace(**{name: value.exp() for name, value in coordinates.items()})
+
+    def limits(self, statistics: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """{name: (low, high, start)} of the coordinates, from sums at the trained weights."""
+        self._fixed("limits")
+        return {}
+
+    def wanted(self, statistics: dict[str, Tensor], slope: Tensor) -> dict[str, Tensor]:
+        """The coordinates at MacKay's fixed point, for slope = ∂ log|G + A| / ∂ hyperparameter."""
+        raise NotImplementedError
+
+    def output_variance(self, statistics: dict[str, Tensor]) -> float:
+        """What a search gives the outputs as prior variance to start with."""
+        return 1.0
 
     def check(self, statistics: dict[str, Tensor]) -> None:
         """Raise on sums over all data that there is nothing to fit to."""

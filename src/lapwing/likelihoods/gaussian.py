@@ -98,3 +98,20 @@ class Gaussian(Likelihood):
         variance = variance if self.per_output else variance.mean()
         floor = 1e-24 * (statistics["square"] / count).sum() + torch.finfo(torch.float64).tiny
         return torch.where(variance > floor, variance.clamp(min=0).sqrt(), torch.ones_like(variance))
+
+    def limits(self, statistics: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        scale, tiny = self.target_scale(statistics), torch.finfo(torch.float64).tiny
+        low, high = (scale * 1e-6).log(), (scale * 1e3).log()
+        start = self.residual_noise(statistics).clamp(min=tiny).log().clamp(low + 1, high - 1)
+        return {"noise": (low, high, start)}
+
+    def wanted(self, statistics: dict[str, Tensor], slope: Tensor) -> dict[str, Tensor]:
+        """σ² = SSE/(count − γ), γ = −½ ∂ log|G + A| / ∂ log σ: how many data the fit used up, as the noise sees it."""
+        sse, count = statistics["sse"], statistics["count"]
+        if not self.per_output:
+            sse, count = sse.sum(), count.sum()
+        free = (count + 0.5 * slope * self.sigma.detach()).clamp(min=1e-3)
+        return {"noise": 0.5 * (sse.clamp(min=torch.finfo(torch.float64).tiny) / free).log()}
+
+    def output_variance(self, statistics: dict[str, Tensor]) -> float:
+        return float(self.target_scale(statistics).square().mean())

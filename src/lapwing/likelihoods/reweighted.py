@@ -50,6 +50,9 @@ class Reweighted(Likelihood):
     def replace(self, **hyperparameters: Any) -> Any:
         return replace(self, base=self.base.replace(**hyperparameters))
 
+    def moved(self, coordinates: dict[str, Tensor]) -> Any:
+        return replace(self, base=self.base.moved(coordinates))
+
     def to(self, device: torch.device) -> Any:
         own = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self._own().items()}
         return replace(self, base=self.base.to(device), **own)
@@ -135,19 +138,21 @@ def _of_base(name: str) -> Any:
 
 
 for _name in (
-    *("concave", "quadratic", "event", "response", "classes", "normal", "elementwise", "counts"),  # what it is
-    *("inside", "sample", "mean", "variance", "noise_covariance", "cdf", "class_probs"),  # a target that counts as one
     *(
-        "factors",
-        "columns",
-        "curvature_weights",
-        "log_likelihood",
-        "residual_noise",
-        "target_scale",
-        "per_output",
-        "noise",
-        "sigma",
-    ),
+        "concave",
+        "quadratic",
+        "signed",
+        "event",
+        "response",
+        "classes",
+        "normal",
+        "elementwise",
+        "counts",
+    ),  # what it is
+    *("inside", "sample", "mean", "variance", "noise_covariance", "cdf", "class_probs"),  # a target that counts as one
+    *("factors", "columns", "curvature_weights", "log_likelihood"),
+    *("coordinates", "limits", "wanted", "output_variance"),  # what a search moves
+    *("noise", "sigma", "per_output", "residual_noise", "target_scale"),  # of a Gaussian
 ):
     setattr(Reweighted, _name, _of_base(_name))
 

@@ -76,12 +76,10 @@ def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Bo
         raise InvalidValue(f"all hyperparameters {list(known)} are fixed; there is nothing to tune")
     low, high, start = {}, {}, {}
     noises = [likelihood]  # the curvature that bounds λ is that of the noise: of the user's, and of the residuals'
-    if "noise" in likelihood.hyperparameters and "noise" not in fixed:
-        scale = likelihood.target_scale(state.statistics)
-        low["noise"], high["noise"] = (scale * 1e-6).log(), (scale * 1e3).log()
-        residual = likelihood.residual_noise(state.statistics).clamp(min=torch.finfo(torch.float64).tiny)
-        start["noise"] = residual.log().clamp(low["noise"] + 1, high["noise"] - 1)
-        noises.append(likelihood.replace(noise=start["noise"].exp()))
+    for name, limits in likelihood.limits(state.statistics).items():
+        if name not in fixed:
+            low[name], high[name], start[name] = limits
+            noises.append(likelihood.moved({name: start[name]}))
     if "precision" not in fixed:
         typical = torch.stack([_typical_curvature(state, prior, noise) for noise in noises])
         low["precision"], high["precision"] = (typical.amin(0) * 1e-6).log(), (typical.amax(0) * 1e6).log()
@@ -101,9 +99,8 @@ def at_values(prior: Any, likelihood: Any, log_values: dict[str, Tensor]) -> tup
     """The prior and likelihood with these hyperparameters."""
     if "precision" in log_values:
         prior = prior.replace(precision=log_values["precision"].exp().reshape(prior.precision.shape))
-    if "noise" in log_values:
-        likelihood = likelihood.replace(noise=log_values["noise"].exp())
-    return prior, likelihood
+    own = {name: log_values[name] for name in likelihood.hyperparameters if name in log_values}
+    return prior, likelihood.moved(own) if own else likelihood
 
 
 def warn_bound(at_bound: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lapwing.center import Center
 from lapwing.curvature import State
 from lapwing.errors import NotConverged
-from lapwing.evidence import effective_dimension, log_evidence, noise_dimension, scatter
+from lapwing.evidence import effective_dimension, log_evidence, noise_slope, scatter
 from lapwing.tune.bounds import Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
 
@@ -170,13 +170,10 @@ def _targets(
     out = {}
     if "precision" in values:
         out["precision"] = (gamma.clamp(min=tiny) / square.clamp(min=tiny)).log()
-    if "noise" in values:
-        statistics = state.statistics if center is None else center.statistics
-        sse, count = statistics["sse"], statistics["count"]
-        if not likelihood.per_output:
-            sse, count = sse.sum(), count.sum()
-        free = (count - noise_dimension(state, prior, likelihood)).clamp(min=1e-3)
-        out["noise"] = 0.5 * (sse.clamp(min=tiny) / free).log()
+    for name in likelihood.hyperparameters:
+        if name in values:
+            slope = noise_slope(state, prior, likelihood, name)
+            out |= likelihood.wanted(state.statistics if center is None else center.statistics, slope)
     return out
 
 
@@ -216,8 +213,7 @@ def _gap(gamma: Tensor, square: Tensor, values: dict[str, Tensor], wanted: dict[
         gap = (gamma - values["precision"].exp() * square).abs() / gamma.clamp(min=1)
         at_target = (wanted["precision"] - values["precision"]).abs() < 1e-12
         gaps.append(torch.where(at_target, 0.0, gap).reshape(-1))
-    if "noise" in values:
-        gaps.append((wanted["noise"] - values["noise"]).abs().reshape(-1))
+    gaps += [(wanted[key] - now).abs().reshape(-1) for key, now in values.items() if key != "precision"]
     return float(torch.cat([gap.cpu() for gap in gaps]).max())
 
 

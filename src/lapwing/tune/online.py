@@ -323,9 +323,9 @@ def climb(
     state: State, prior: Any, likelihood: Any, bounds: Box, steps: int, lr: float
 ) -> tuple[Any, Any, tuple[str, ...]]:
     """Adam on log hyperparameters from where they are, projected on their bounds, with the curvature fixed."""
-    now = {**prior.hyperparameters, **likelihood.hyperparameters}
+    now = {"precision": prior.precision.detach().log(), **likelihood.coordinates()}
     values = {
-        key: now[key].detach().log().reshape(start.shape).clamp(bounds.low[key], bounds.high[key]).requires_grad_()
+        key: now[key].reshape(start.shape).clamp(bounds.low[key], bounds.high[key]).requires_grad_()
         for key, start in bounds.start.items()
     }
     value_at = _fixed_curvature(state, prior, likelihood)

@@ -19,7 +19,6 @@ from torch import Tensor
 from lapwing.center import Center, Jacobian, stretched, tangent_map
 from lapwing.curvature import State
 from lapwing.evidence import decompose
-from lapwing.likelihoods import Gaussian
 from lapwing.operators import linalg
 from lapwing.posterior import curvature
 from lapwing.tune.bounds import EDGE, Box, Tuning
@@ -73,7 +72,8 @@ class Tracker:
         assert last is not None
         assert last.pulled is not None
         assert last.weights is not None
-        ratio = (likelihood.curvature_weights("exact").to(last.weights) / last.weights).mean()
+        now = likelihood.curvature_weights("exact").to(last.weights)
+        ratio = torch.ones_like(now[0]) if likelihood.signed else (now / last.weights).mean()
         gradient = ratio * last.pulled - a.dense() * (last.vector - prior.mean_vector())
         structure = stretched(curvature(self.state, likelihood), last.stretch)
         away = linalg.solve(linalg.shift(structure, a), gradient)
@@ -116,9 +116,7 @@ class Tracker:
         groups = prior.groups()
         unit = prior.operator().dense().detach() / groups.dense().detach()  # A at λ = 1
         squares = self.jacobian.column_squares() / unit
-        spread = 1.0
-        if isinstance(likelihood, Gaussian):
-            spread = float(likelihood.target_scale(self.state.statistics).square().mean())
+        spread = likelihood.output_variance(self.state.statistics)
         trace = _sum_by(groups, squares) / (sum(self.jacobian.counts) * spread)
         within = bounds.low["precision"] + 1, bounds.high["precision"] - 1
         begin = trace.clamp(min=torch.finfo(torch.float64).tiny).log().clamp(*within)

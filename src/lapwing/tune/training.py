@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lapwing.curvature import State
 from lapwing.data import as_batches
 from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
-from lapwing.evidence import effective_dimension, log_evidence, noise_dimension, scatter
+from lapwing.evidence import effective_dimension, log_evidence, noise_slope, scatter
 from lapwing.tune.bounds import Box, at_values, box
 from lapwing.tune.history import History, Record, summary
 from lapwing.tune.objective import Objective, begin
@@ -106,15 +106,12 @@ def _update(state: State, prior: Any, likelihood: Any, bounds: Box, tolerance: f
             gamma, square = effective_dimension(state, prior, likelihood), scatter(state, prior)
             wanted["precision"] = (gamma.clamp(min=tiny) / square.clamp(min=tiny)).log()
             gap = (gamma - prior.precision.reshape(-1) * square).abs() > tolerance * gamma.clamp(min=1)
-            settled &= not bool((gap & _moves(prior.precision, wanted, "precision", bounds)).any())
-        if "noise" in bounds.start:
-            sse, count = state.statistics["sse"], state.statistics["count"]
-            if not likelihood.per_output:
-                sse, count = sse.sum(), count.sum()
-            free = (count - noise_dimension(state, prior, likelihood)).clamp(min=1e-3)
-            wanted["noise"] = 0.5 * (sse.clamp(min=tiny) / free).log()
-            far = (wanted["noise"] - likelihood.noise.log()).abs() > tolerance
-            settled &= not bool((far & _moves(likelihood.noise, wanted, "noise", bounds)).any())
+            settled &= not bool((gap & _moves(prior.precision.log(), wanted, "precision", bounds)).any())
+        for name, now in likelihood.coordinates().items():
+            if name in bounds.start:
+                wanted |= likelihood.wanted(state.statistics, noise_slope(state, prior, likelihood, name))
+                far = (wanted[name] - now).abs() > tolerance
+                settled &= not bool((far & _moves(now, wanted, name, bounds)).any())
     for key, value in wanted.items():
         if not bool(torch.isfinite(value).all()):
             raise NotConverged(f"MacKay's update of {key} is not finite; check the weights and the curvature")
@@ -125,7 +122,7 @@ def _update(state: State, prior: Any, likelihood: Any, bounds: Box, tolerance: f
 def _moves(now: Tensor, wanted: dict[str, Tensor], key: str, bounds: Box) -> Tensor:
     """Whether the update moves a value once it is held inside its bounds."""
     inside = wanted[key].clamp(bounds.low[key], bounds.high[key])
-    return (inside - now.log().reshape(inside.shape)).abs() > 1e-12
+    return (inside - now.reshape(inside.shape)).abs() > 1e-12
 
 
 def _record(number: int, state: State, objective: Objective, at_bound: tuple[str, ...]) -> Record:

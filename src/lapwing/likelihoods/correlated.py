@@ -1,0 +1,171 @@
+"""Gaussian noise with a full covariance over the outputs: y ~ N(f, R), `covariance` R (c, c) learnt by the evidence.
+
+−∂²_f log p = Π = R⁻¹ is linear in Π, and by polarization a sum of fixed columns with weights that may be negative:
+
+    Π = Σ_a (Π_aa − Σ_{b≠a} Π_ab) e_a e_aᵀ + Σ_{a<b} Π_ab (e_a + e_b)(e_a + e_b)ᵀ,      k = c(c + 1)/2
+
+so curvature is kept apart by column, as for noise per output, and R is tuned without a pass. At a stationary point of
+the evidence (Eq. 7, for matrices)
+
+    N R = Σ_n r_n r_nᵀ + Σ_n J_n (G + A)⁻¹ J_nᵀ,      r = y − f,
+
+whose last term is ∂ log|G + A| / ∂Π. R is searched for by its matrix logarithm: any symmetric matrix is one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue, Unsupported
+from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
+
+LOW, HIGH = 1e-6, 1e3  # standard deviations, of those of the targets
+
+
+@dataclass(frozen=True)
+class CorrelatedGaussian(Likelihood):
+    quadratic: ClassVar[bool] = True
+    response: ClassVar[str] = "identity"
+    normal: ClassVar[bool] = True
+    signed: ClassVar[bool] = True
+    covariance: Tensor  # R (c, c), positive definite
+
+    def __post_init__(self) -> None:
+        R = torch.as_tensor(self.covariance, dtype=torch.float64)
+        if R.ndim != 2 or R.shape[0] != R.shape[1] or not bool(torch.isfinite(R).all()):
+            raise InvalidValue(
+                f"covariance must be a finite matrix, a row and a column an output; got {tuple(R.shape)}"
+            )
+        if not torch.allclose(R, R.mT) or int(torch.linalg.cholesky_ex(R.detach()).info) > 0:
+            raise InvalidValue("covariance must be symmetric and positive definite; zero noise has no density")
+        object.__setattr__(self, "covariance", R)
+
+    @property
+    def precision(self) -> Tensor:
+        return torch.linalg.inv(self.covariance)
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        return ("exact",)
+
+    def columns(self, outputs: int) -> int:
+        return outputs * (outputs + 1) // 2
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        check_real(f, y, self.name)
+        if len(self.covariance) != f.shape[-1]:
+            raise InvalidValue(f"covariance is of {len(self.covariance)} outputs, and there are {f.shape[-1]}")
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        residual, R = y.to(f) - f, self.covariance.to(f)
+        square = (residual * (residual @ torch.linalg.inv(R))).sum(-1)
+        return -0.5 * (square + torch.logdet(R) + len(R) * math.log(2 * math.pi))
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        return f + standard_normal(f, generator) @ torch.linalg.cholesky(self.covariance.to(f)).mT
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f
+
+    def variance(self, f: Tensor) -> Tensor:
+        return self.covariance.diagonal().to(f).expand(f.shape)
+
+    def noise_covariance(self, f: Tensor) -> Tensor:
+        return self.covariance.to(f).expand(*f.shape, f.shape[-1])
+
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.special.ndtr((y - f) / self.variance(f).sqrt())
+
+    # -- the curvature ----------------------------------------------------------------------------------------------
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return y.to(f) - f
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.score(f, y) @ self.precision.to(f)
+
+    def hessian_root(self, f: Tensor) -> Tensor:
+        eye = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+        a, b = _pairs(f.shape[-1])
+        return torch.cat([eye, eye[:, a] + eye[:, b]], -1).expand(*f.shape[:-1], -1, -1)
+
+    def scaled_root(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.linalg.cholesky(self.precision).to(f).expand(*f.shape, f.shape[-1])
+
+    def unit_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        residual, (a, b) = y.to(f) - f, _pairs(f.shape[-1])
+        return -0.5 * torch.cat([residual, residual[..., a] + residual[..., b]], -1).square()
+
+    def curvature_weights(self, factor: str = "exact") -> Tensor:
+        if factor not in ("exact", "hessian"):
+            raise Unsupported(f"factor='{factor}' mixes the outputs, so their covariance cannot be learnt; use 'exact'")
+        P = self.precision
+        a, b = _pairs(len(P))
+        return torch.cat([2 * P.diagonal() - P.sum(-1), P[a, b]])
+
+    # -- the fit ----------------------------------------------------------------------------------------------------
+
+    def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
+        f, y = f.double(), y.double()
+        return {
+            "outer": (y - f).mT @ (y - f),
+            "sum": y.sum(0),
+            "square": y.square().sum(0),
+            "count": torch.full_like(y[0], len(y)),
+        }
+
+    def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
+        R, n = self.covariance, statistics["count"][0]
+        square = (torch.linalg.inv(R) * statistics["outer"]).sum()
+        return -0.5 * (square + n * (torch.logdet(R) + len(R) * math.log(2 * math.pi)))
+
+    # -- its own search -----------------------------------------------------------------------------------------------
+
+    def coordinates(self) -> dict[str, Tensor]:
+        return {"covariance": _log(self.covariance.detach())}
+
+    def moved(self, coordinates: dict[str, Tensor]) -> CorrelatedGaussian:
+        X = coordinates["covariance"]
+        return self.replace(covariance=torch.linalg.matrix_exp(0.5 * (X + X.mT)))
+
+    def limits(self, statistics: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Of log R: of its diagonal those of noise per output; R starts at the residuals' covariance."""
+        spread = self._target_variance(statistics)
+        wide = torch.full_like(self.covariance, 2 * math.log(HIGH / LOW))
+        low = torch.diag_embed((LOW**2 * spread).log() + wide.diagonal()) - wide
+        high = torch.diag_embed((HIGH**2 * spread).log() - wide.diagonal()) + wide
+        start = statistics["outer"] / statistics["count"]
+        start = start + torch.diag_embed(1e-8 * spread)  # residuals may leave a direction out
+        return {"covariance": (low, high, _log(start).clamp(low + 1, high - 1))}
+
+    def wanted(self, statistics: dict[str, Tensor], slope: Tensor) -> dict[str, Tensor]:
+        """log R of the fixed point, for slope = ∂ log|G + A| / ∂R = −Π M Π with M = Σ_n J_n (G + A)⁻¹ J_nᵀ."""
+        R = self.covariance.detach()
+        M = -R @ (0.5 * (slope + slope.mT)) @ R
+        return {"covariance": _log((statistics["outer"] + M) / statistics["count"])}
+
+    def output_variance(self, statistics: dict[str, Tensor]) -> float:
+        return float(self._target_variance(statistics).mean())
+
+    def _target_variance(self, statistics: dict[str, Tensor]) -> Tensor:
+        """1 where targets do not vary."""
+        count = statistics["count"]
+        variance = statistics["square"] / count - (statistics["sum"] / count).square()
+        floor = 1e-24 * (statistics["square"] / count).sum() + torch.finfo(torch.float64).tiny
+        return torch.where(variance > floor, variance, torch.ones_like(variance))
+
+
+def _pairs(c: int) -> tuple[Tensor, Tensor]:
+    a, b = torch.triu_indices(c, c, offset=1)
+    return a, b
+
+
+def _log(R: Tensor) -> Tensor:
+    """The logarithm of a symmetric positive definite matrix."""
+    values, vectors = torch.linalg.eigh(0.5 * (R + R.mT))
+    return (vectors * values.clamp(min=torch.finfo(R.dtype).tiny).log()) @ vectors.mT
