@@ -3,13 +3,14 @@
     LAPWING_DATA=<folder> python benchmarks/scale.py [--only product memory iterations minilm]
 
     product      one Gauss-Newton product on ResNet-20, alone and in a block of 8, in gradients (forward and backward)
-    memory       peak memory of fit, samples and prediction of MLPs from 1e4 to 2e7 parameters; and for more data, and
-                 more outputs, at one size
-    iterations   conjugate gradients for a sample on ResNet-20, with the Kronecker preconditioner and without
-    minilm       MiniLM on SST-2, all 22.7 million parameters: samples and a prediction
+    memory       peak memory of fit, samples, prediction and evidence of MLPs from 1e4 to 2e7 parameters; and for more
+                 data, and more outputs, at one size
+    iterations   conjugate gradients for a sample on ResNet-20, by preconditioner and prior precision
+    minilm       MiniLM on SST-2, all 22.7 million parameters: samples, a prediction and the evidence
 
-Each job is a process of its own, so that its peak memory is its own. Times are CPU seconds of one thread, as ratios
-taken in one process. What was run before and is not run now keeps its entry in `results/scale.json`.
+ResNet-20 sees images of cifar10/cifar10_train.npz in the folder, if it is there, else of cifar10_test.npz.
+Each job is a process of its own, so that its peak memory is its own. Times are CPU seconds of one thread, as medians
+of the ratios of calls that take turns in one process. What was run before and is not run now keeps its entry in `results/scale.json`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -35,23 +38,25 @@ from torch.utils.data import DataLoader, TensorDataset
 import lapwing as lw
 from lapwing.curvature import MatrixFree
 from lapwing.curvature.products import gauss_newton
-from lapwing.operators import Diagonal
-from lapwing.solvers import cg
+from lapwing.operators import Diagonal, linalg
 
 PACKAGES = ("torch", "numpy", "lapwing", "transformers")
 SIZES = (10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)  # parameters
-SAMPLES = 4
-PRECISIONS = (1000.0, 100.0, 10.0)
+SAMPLES, PRIOR = 4, 10.0
+PRECISIONS = (10_000.0, 1_000.0, 100.0)
+PRECONDITIONERS = ("none", "diag", "kron", "nystrom")
+MOST = 150  # steps of conjugate gradients
 
 
-def cpu(function: Callable[[], Any], repeat: int = 3) -> float:
-    """The least CPU seconds of a call, after a warm-up."""
-    times = []
-    for _ in range(repeat + 1):
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
-    return min(times[1:])
+def turns(*functions: Callable[[], Any], rounds: int = 5) -> list[list[float]]:
+    """CPU seconds of each function in each round, in turns, after a warm-up."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds + 1):
+        for function, into in zip(functions, times, strict=True):
+            start = time.process_time()
+            function()
+            into.append(time.process_time() - start)
+    return [column[1:] for column in times]
 
 
 def cifar(n: int) -> tuple[nn.Module, DataLoader]:
@@ -61,7 +66,8 @@ def cifar(n: int) -> tuple[nn.Module, DataLoader]:
     root = pathlib.Path(folder)
     net = ResNet20().eval()
     net.load_state_dict(torch.load(root / "resnet_cifar10/resnet20.pt", weights_only=True))
-    stored = np.load(root / "cifar10/cifar10_test.npz")
+    train = root / "cifar10/cifar10_train.npz"
+    stored = np.load(train if train.is_file() else root / "cifar10/cifar10_test.npz")
     mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
     x = ((torch.from_numpy(stored["x"][:n]) / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()
     return net, DataLoader(TensorDataset(x, torch.from_numpy(stored["y"][:n]).long().reshape(-1)), 128)
@@ -77,12 +83,23 @@ def gradients(net: nn.Module, loader: DataLoader) -> None:
 
 
 def product(_: argparse.Namespace) -> dict[str, Any]:
-    net, loader = cifar(256)
+    net, loader = cifar(128)
     tangent, likelihood = lw.linearize(net), lw.likelihoods.Categorical()
-    gradient = cpu(lambda: gradients(net, loader), 5)
     v = torch.randn(8, tangent.layout.size, generator=torch.Generator().manual_seed(0))
-    one, eight = (cpu(lambda k=k: gauss_newton(tangent, likelihood, loader, v[:k])) for k in (1, 8))
-    return {"gradient": gradient, "single": one / gradient, "block_of_8_each": eight / gradient / 8}
+    gradient, one, eight = turns(
+        lambda: gradients(net, loader),
+        lambda: gauss_newton(tangent, likelihood, loader, v[:1]),
+        lambda: gauss_newton(tangent, likelihood, loader, v),
+    )
+    single = sorted(a / b for a, b in zip(one, gradient, strict=True))
+    block = sorted(a / b / 8 for a, b in zip(eight, gradient, strict=True))
+    return {
+        "gradient": median(gradient),
+        "single": median(single),
+        "single_rounds": single,
+        "block_of_8_each": median(block),
+        "block_rounds": block,
+    }
 
 
 def mlp(parameters: int, outputs: int) -> nn.Module:
@@ -100,14 +117,19 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     y = torch.randint(options.outputs, (options.examples,), generator=generator)
     before = peak_memory()
     start = time.process_time()
-    structure = MatrixFree(samples=SAMPLES, preconditioner="diag")
-    la = lw.laplace(net, DataLoader(TensorDataset(x, y), 64), "categorical", structure=structure, prior=100.0)
+    structure = MatrixFree(samples=SAMPLES)
+    la = lw.laplace(net, DataLoader(TensorDataset(x, y), 64), "categorical", structure=structure, prior=PRIOR)
     la.predict(x[:8])
+    evidence = la.decompose().estimate
     p = la.state.layout.size
     return {
         "parameters": p,
         "examples": options.examples,
         "outputs": options.outputs,
+        "preconditioner": la.solve.preconditioner,
+        "rank": la.state.structure.rank,
+        "evidence": evidence.value,
+        "evidence_standard_error": evidence.standard_error,
         "peak_gb": peak_memory() / 1e9,
         "vectors": (peak_memory() - before) / (8 * p * SAMPLES),  # of float64, for each sample
         "steps": la.solve.steps,
@@ -115,21 +137,30 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def iterations(_: argparse.Namespace) -> dict[str, Any]:
-    """Of one sample, from the same noise and the same start."""
-    net, loader = cifar(512)
-    likelihood = lw.likelihoods.Categorical()
-    state = lw.accumulate(MatrixFree(samples=4), lw.linearize(net), likelihood, loader)
-    out: dict[str, Any] = {"images": 512, "tolerance": 1e-3}
-    p, one = state.layout.size, torch.ones(1, dtype=torch.float64)
-    noise = state.source.noise(1, torch.Generator().manual_seed(0))
-    start = torch.randn(1, p, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for precision in PRECISIONS:
-        for name, near in (("kron", state.structure.operator(state, one).near), ("none", Diagonal(0 * one, p))):
-            a = Diagonal(precision * one, p)
-            op = lw.operators.Streamed(state.source, one, near, state.structure.operator(state, one).plan, a)
-            solution = cg(op.whitened(op.gram), op.right(noise, start), op.precondition, start, 1e-3, 200)
-            out[f"{name}, precision {precision:g}"] = solution.steps if solution.converged else None
+def iterations(options: argparse.Namespace) -> dict[str, Any]:
+    """Of one sample, from the same noise and the same start, to the package's own tolerance in float32."""
+    net, loader = cifar(options.examples)
+    tangent, likelihood = lw.linearize(net), lw.likelihoods.Categorical()
+    one, p = torch.ones(1, dtype=torch.float64), tangent.layout.size
+    out: dict[str, Any] = {"images": options.examples, "fit_cpu": {}, "steps": {}}
+    noise = start = None
+    for name in PRECONDITIONERS:
+        before = time.process_time()
+        state = lw.accumulate(MatrixFree(samples=4, preconditioner=name), tangent, likelihood, loader)
+        out["fit_cpu"][name] = time.process_time() - before
+        if noise is None:
+            noise = state.source.noise(1, torch.Generator().manual_seed(0))
+            start = torch.randn(1, p, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        op = state.structure.operator(state, one)
+        op = replace(op, plan=replace(op.plan, max_steps=MOST))
+        out["tolerance"], out["rank"] = op.plan.tolerance, state.structure.rank
+        for precision in PRECISIONS:
+            try:
+                steps = linalg.shift(op, Diagonal(precision * one, p)).sampled(noise, start, start).steps
+            except lw.errors.NotConverged:
+                steps = MOST  # or more
+            out["steps"].setdefault(f"{precision:g}", {})[name] = steps
+            print(name, precision, steps, file=sys.stderr, flush=True)
     return out
 
 
@@ -150,20 +181,29 @@ def minilm(options: argparse.Namespace) -> dict[str, Any]:
     fields = {"input_ids": coded["input_ids"], "attention_mask": coded["attention_mask"]}
     y = torch.tensor([int(r[1]) for r in rows])
     data = [{**{k: v[i] for k, v in fields.items()}, "labels": y[i]} for i in range(len(y))]
-    structure = MatrixFree(samples=SAMPLES, memory_budget=2**32)
+    structure = MatrixFree(samples=SAMPLES)
     start = time.process_time()
-    la = lw.laplace(net, DataLoader(data, 16), "categorical", structure=structure, prior=100.0)  # type: ignore[arg-type]
-    fit = time.process_time() - start
+    la = lw.laplace(net, DataLoader(data, 16), "categorical", structure=structure, prior=PRIOR)  # type: ignore[arg-type]
     solve = repr(la.solve)
-    pred = la.predict({k: v[:8] for k, v in fields.items()})
+    solved = time.process_time() - start
+    some = {k: v[:4] for k, v in fields.items()}
+    pred, evidence, peak = la.predict(some), la.decompose().estimate, peak_memory()
+    jacobian = la.tangent.rows(some).reshape(-1, la.state.layout.size)
     return {
         "parameters": la.state.layout.size,
         "examples": la.state.n,
-        "peak_gb": peak_memory() / 1e9,
-        "fit_cpu": fit,
+        "peak_gb": peak / 1e9,
+        "solve_cpu": solved,
         "cpu": time.process_time() - start,
         "solve": solve,
-        "mean_f_std": float(pred.f_var.sqrt().mean()),
+        "residual": la.solve.residual,
+        "steps": la.solve.steps,
+        "dimension": la.solve.dimension.value,
+        "dimension_standard_error": la.solve.dimension.standard_error,
+        "f_std": float(pred.f_var.mean().sqrt()),
+        "f_std_of_the_prior": float((jacobian.square().sum(-1).mean() / PRIOR).sqrt()),
+        "evidence": evidence.value,
+        "evidence_standard_error": evidence.standard_error,
     }
 
 
@@ -203,14 +243,14 @@ def bars(found: dict[str, Any]) -> list[Bar]:
         peaks = {name: rows[name]["peak_gb"] / rows["base"]["peak_gb"] for name in ("more_data", "more_outputs")}
         out += [Bar(f"memory with {name.replace('_', ' ')}, of that without", v, 1.15) for name, v in peaks.items()]
     if "iterations" in found:
-        for precision in PRECISIONS:
-            kron, none = (found["iterations"][f"{name}, precision {precision:g}"] for name in ("kron", "none"))
-            if kron is not None and none is not None:
-                out.append(
-                    Bar(f"resnet20: steps with kron of those without, precision {precision:g}", kron / none, 0.5)
-                )
+        for precision, steps in found["iterations"]["steps"].items():
+            for name in ("kron", "nystrom"):
+                what = f"resnet20: steps with {name} of those without, precision {precision}"
+                out.append(Bar(what, steps[name] / steps["none"], 0.5))
     if "minilm" in found:
-        out.append(Bar("minilm: peak memory, GB", found["minilm"]["peak_gb"], 16))
+        row = found["minilm"]
+        out.append(Bar("minilm: peak memory, GB", row["peak_gb"], 16))
+        out.append(Bar("minilm: std of outputs, of the prior's", row["f_std"] / row["f_std_of_the_prior"], 0.7))
     return out
 
 
@@ -218,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(JOBS), default=["product", "memory", "iterations"])
     parser.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)
-    for name, value in (("parameters", 1_000_000), ("examples", 256), ("outputs", 10)):
+    for name, value in (("parameters", 1_000_000), ("examples", 128), ("outputs", 10)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -233,11 +273,11 @@ def main() -> None:
             found[name] = {
                 "parameters": [run(name, parameters=p, examples=64) for p in SIZES],
                 "base": run(name),
-                "more_data": run(name, examples=16 * 256),
+                "more_data": run(name, examples=8 * 128),
                 "more_outputs": run(name, outputs=1000),
             }
         else:
-            found[name] = run(name)
+            found[name] = run(name, **({"examples": 16} if name == "minilm" else {}))
         write("scale", found, bars(found), PACKAGES)
     for bar in bars(found):
         print(bar)
