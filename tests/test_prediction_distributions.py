@@ -324,6 +324,27 @@ def test_preferences_have_the_links_of_classes() -> None:
         )
 
 
+def test_a_log_density_alone_is_enough_for_densities() -> None:
+    @dataclass(frozen=True)
+    class Sech(lw.likelihoods.Custom):
+        """A density of y about f, and nothing else."""
+
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            return (-torch.log(torch.cosh(y - f)) - math.log(math.pi)).sum(-1)
+
+    mean, cov = gaussian_outputs(2, n=2, c=1)
+    prediction = lw.Prediction(Sech(), mean, cov)
+    y = mean + 0.4
+    for i in range(2):
+        here = float(y[i])
+        truth = on_a_grid(float(mean[i]), float(cov[i]), lambda f, here=here: 1 / torch.cosh(here - f) / math.pi)
+        assert abs(float(prediction.log_prob(y)[i]) - math.log(float(truth))) < 1e-8
+    assert "sech" in repr(prediction)
+    for what in ("mean", "std"):
+        with pytest.raises(lw.errors.Unsupported, match="does not say its mean"):
+            getattr(prediction, what)
+
+
 # -- the delta method ------------------------------------------------------------------------------------------------
 
 

@@ -86,7 +86,7 @@ def drawn(f: Tensor) -> Nodes:
 def fine(sharpness: Tensor) -> int:
     """How many steps resolve p(y | f) along the line, a power of two: it is 1/√sharpness of a standard deviation wide,
     and four steps within that leave an error of rounding."""
-    wanted = 4 * float(sharpness.nan_to_num(nan=0.0).max().sqrt())
+    wanted = 4 * float(sharpness.nan_to_num(nan=0.0, posinf=float(MOST**2)).max().sqrt())
     return int(2 ** math.ceil(math.log2(min(MOST, max(STEPS, wanted)))))
 
 

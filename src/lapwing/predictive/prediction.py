@@ -264,9 +264,15 @@ class Prediction:
     @property
     def _sharpness(self) -> Tensor:
         """How much wider the posterior over f is than p(y|f), squared: by variances, or by the information in y where
-        it has none."""
-        if bool(torch.isfinite(self.likelihood.variance(self.f_mean)).all()):
-            return self._moments["epistemic"] / self._expected_variance
+        they are infinite; without end where the likelihood does not say."""
+        try:
+            finite = bool(torch.isfinite(self.likelihood.variance(self.f_mean)).all())
+            return self._moments["epistemic"] / self._expected_variance if finite else self._information
+        except Unsupported:
+            return self.f_mean.new_full((1,), math.inf)
+
+    @property
+    def _information(self) -> Tensor:
         return self.f_var * self.likelihood.hessian_root(self.f_mean).square().sum(-1)
 
     def _check_classes(self) -> None:
