@@ -293,3 +293,23 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         Weighted(Categorical()).pack(torch.zeros(4).long(), torch.tensor([1.0, -1.0, 1.0, 1.0]))
     with pytest.raises(InvalidValue, match="one a row, or one each"):
         KnownNoise.pack(torch.ones(4, 2), torch.ones(3))
+
+
+def test_evidences_of_the_same_targets_compare_whatever_the_noise() -> None:
+    """Degrees of freedom are no hyperparameter that a search moves: fits of several are compared by their evidences."""
+    net, x = network(2), inputs(200, 3)
+    with torch.no_grad():
+        y = StudentT(0.3, 2.5).sample(net(x), torch.Generator().manual_seed(0))
+    fits: dict[str, Likelihood] = {
+        "light": StudentT(0.3, 50.0),
+        "heavy": StudentT(0.3, 2.5),
+        "normal": Gaussian(0.3),
+    }
+    found = {name: lw.laplace(net, (x, y), likelihood, structure="kron") for name, likelihood in fits.items()}
+    evidences = {name: float(la.log_evidence()) for name, la in found.items()}
+    assert lw.compare(found).best.name == "heavy" == max(evidences, key=lambda name: evidences[name])
+    labels = torch.randint(2, (200,))
+    for other in (LabelSmoothing(0.3), Ignoring(), ClassWeighted(Categorical(), (1.0, 3.0))):
+        fits = {"plain": Categorical(), "other": other}
+        with pytest.raises(InvalidValue, match="different likelihoods"):
+            lw.compare({name: lw.laplace(net, (x, labels), likelihood) for name, likelihood in fits.items()})

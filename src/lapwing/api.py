@@ -494,7 +494,7 @@ class Laplace:
         noise = "".join(f", {k}={_numbers(v)}" for k, v in self.likelihood.hyperparameters.items())
         shown += "" if self.temperature == 1.0 else f"; temperature {self.temperature:.3g}"
         return (
-            f"Laplace({self.likelihood.name}{noise}; {self.state.structure}{self._captured[0]}, "
+            f"Laplace({self.likelihood.kind}{noise}; {self.state.structure}{self._captured[0]}, "
             f"{self.state.factor} factor; "
             f"{self.state.layout.size:,} parameters, {self.state.n:,} examples; prior precision {shown}; {how})"
         )

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue
+from lapwing.errors import InvalidValue, Unsupported
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Likelihood:
     """Base class. Fields are positive float64 tensors: hyperparameters, but for those that `settings` names."""
 
     settings: ClassVar[tuple[str, ...]] = ()  # fields that are fixed at the fit
+    outcome: ClassVar[str] = ""  # what y is, where other likelihoods have densities of the same
     concave: ClassVar[bool] = True  # in f, for every y: what the tangent MAP needs
     event: ClassVar[int] = 1  # dimensions of y that belong to one row of f: 0 where y is a label
     signed: ClassVar[bool] = False  # curvature weights may be negative, so that columns have no roots of their own
@@ -54,6 +55,11 @@ class Likelihood:
         """What a fit is of: the name, with the settings; hyperparameters may differ."""
         told = ", ".join(f"{name}={getattr(self, name).tolist()}" for name in self.settings)
         return f"{self.name}({told})" if told else self.name
+
+    @property
+    def density(self) -> str:
+        """What an evidence is a density of: those of the same targets and of one density may be compared."""
+        return self.outcome or self.name
 
     @property
     def plain(self) -> Likelihood:
@@ -97,11 +103,11 @@ class Likelihood:
 
     def mean(self, f: Tensor) -> Tensor:
         """E[y | f] (class probabilities), (..., c)."""
-        raise NotImplementedError
+        raise Unsupported(f"{self.name} does not say its mean; give it a method mean(f), for predictions")
 
     def variance(self, f: Tensor) -> Tensor:
         """Var[y | f], (..., c)."""
-        raise NotImplementedError
+        raise Unsupported(f"{self.name} does not say its variance; give it a method variance(f), for predictions")
 
     def noise_covariance(self, f: Tensor) -> Tensor:
         """Cov[y | f], (..., t, t)."""

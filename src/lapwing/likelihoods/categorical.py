@@ -20,6 +20,7 @@ from lapwing.likelihoods.base import Likelihood, check_labels, standard_normal
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
+    outcome: ClassVar[str] = "labels"
     event: ClassVar[int] = 0
     response: ClassVar[str] = "softmax"
     classes: ClassVar[bool] = True

@@ -29,6 +29,7 @@ LOW, HIGH = 1e-6, 1e3  # standard deviations, of those of the targets
 
 @dataclass(frozen=True)
 class CorrelatedGaussian(Likelihood):
+    outcome: ClassVar[str] = "real numbers"
     quadratic: ClassVar[bool] = True
     response: ClassVar[str] = "identity"
     normal: ClassVar[bool] = True

@@ -22,6 +22,7 @@ from lapwing.likelihoods.special import betainc
 
 @dataclass(frozen=True)
 class _Counts(Likelihood):
+    outcome: ClassVar[str] = "counts"
     elementwise: ClassVar[bool] = True
     counts: ClassVar[bool] = True
 

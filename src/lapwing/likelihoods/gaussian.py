@@ -18,6 +18,7 @@ from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
+    outcome: ClassVar[str] = "real numbers"
     quadratic: ClassVar[bool] = True
     response: ClassVar[str] = "identity"
     normal: ClassVar[bool] = True

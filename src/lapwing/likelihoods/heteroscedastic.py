@@ -43,6 +43,7 @@ class NaturalHead(nn.Module):
 class _TwoOutputs(Likelihood):
     """Two outputs a target: what does not depend on how they say μ and σ²."""
 
+    outcome: ClassVar[str] = "real numbers"
     normal: ClassVar[bool] = True
 
     def moments(self, f: Tensor) -> tuple[Tensor, Tensor]:

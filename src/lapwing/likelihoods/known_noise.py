@@ -16,6 +16,8 @@ from torch import Tensor
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods.base import Likelihood, check_finite
 
+UNKNOWN = "the noise at new inputs is not known; use mean, f_var, or log_prob(KnownNoise.pack(y, noise))"
+
 
 @dataclass(frozen=True)
 class KnownNoise(Likelihood):
@@ -52,9 +54,10 @@ class KnownNoise(Likelihood):
         return f
 
     def variance(self, f: Tensor) -> Tensor:
-        raise Unsupported(
-            "the noise at new inputs is not known; use mean, f_var, or log_prob(KnownNoise.pack(y, noise))"
-        )
+        raise Unsupported(UNKNOWN)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        raise Unsupported(UNKNOWN)
 
     def observed(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         target, noise = y.to(f).chunk(2, -1)

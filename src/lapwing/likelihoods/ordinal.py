@@ -21,6 +21,7 @@ from lapwing.likelihoods.base import Likelihood, check_labels
 
 @dataclass(frozen=True)
 class Ordinal(Likelihood):
+    outcome: ClassVar[str] = "labels"
     settings: ClassVar[tuple[str, ...]] = ("cutpoints",)
     event: ClassVar[int] = 0
     classes: ClassVar[bool] = True

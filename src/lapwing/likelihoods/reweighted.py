@@ -44,6 +44,10 @@ class Reweighted(Likelihood):
         return f"{self.name}({self.base.kind}{own})"
 
     @property
+    def density(self) -> str:
+        return self.kind
+
+    @property
     def plain(self) -> Likelihood:
         return self.base.plain
 

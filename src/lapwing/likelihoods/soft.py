@@ -25,6 +25,7 @@ SUM = 1e-4  # how far from 1 probabilities may add up
 
 @dataclass(frozen=True)
 class SoftLabels(Categorical):
+    outcome: ClassVar[str] = ""
     event: ClassVar[int] = 1
 
     def validate(self, f: Tensor, y: Tensor) -> None:
@@ -62,6 +63,10 @@ class LabelSmoothing(Categorical):
         super().__post_init__()
         if not bool((torch.as_tensor(self.smoothing) < 1).all()):
             raise InvalidValue(f"smoothing lies between 0 and 1, got {self.smoothing}")
+
+    @property
+    def density(self) -> str:
+        return self.kind
 
     @property
     def plain(self) -> Likelihood:

@@ -23,6 +23,7 @@ from lapwing.likelihoods.special import betainc
 
 @dataclass(frozen=True)
 class StudentT(Likelihood):
+    outcome: ClassVar[str] = "real numbers"
     settings: ClassVar[tuple[str, ...]] = ("scale", "df")
     concave: ClassVar[bool] = False
     response: ClassVar[str] = "identity"

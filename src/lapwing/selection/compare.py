@@ -187,7 +187,7 @@ def _check_same(models: Mapping[str, Any]) -> None:
     first, a = items[0]
     for name, b in items[1:]:
         for what, mine, theirs, why in [
-            ("likelihoods", a.state.likelihood, b.state.likelihood, "their densities are of different things"),
+            ("likelihoods", a.likelihood.density, b.likelihood.density, "their densities are of different things"),
             ("numbers of examples", a.state.n, b.state.n, "evidence is a density of all targets together"),
             ("weight subsets", weights_of(a), weights_of(b), "an evidence takes the weights left out as given"),
         ]:
