@@ -71,7 +71,8 @@ def as_checkpoint(path: str | os.PathLike[str] | Checkpoint | None, every: int |
         if every is not None:
             raise InvalidValue(f"every={every} says how often to write a checkpoint; give checkpoint=, where to")
         return None
-    return path if isinstance(path, Checkpoint) else Checkpoint(Path(path), EVERY if every is None else every)
+    place = path if isinstance(path, Checkpoint) else Checkpoint(Path(path))
+    return place if every is None else replace(place, every=every)
 
 
 @dataclass
