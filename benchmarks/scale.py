@@ -8,9 +8,9 @@
     iterations   conjugate gradients for a sample on ResNet-20, by preconditioner and prior precision
     minilm       MiniLM on SST-2, all 22.7 million parameters: samples, a prediction and the evidence
 
-ResNet-20 sees images of cifar10/cifar10_train.npz in the folder, if it is there, else of cifar10_test.npz.
-Each job is a process of its own, so that its peak memory is its own. Times are CPU seconds of one thread, as medians
-of the ratios of calls that take turns in one process. What was run before and is not run now keeps its entry in `results/scale.json`.
+ResNet-20 sees images of cifar10/cifar10_train.npz in the folder, if it is there, else of cifar10_test.npz. Each job is
+a process of its own, so that its peak memory is its own. Times are CPU seconds of one thread; ratios are medians over
+rounds in which the calls take turns. What was run before and is not run now keeps its entry in `results/scale.json`.
 """
 
 from __future__ import annotations
