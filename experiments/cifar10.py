@@ -27,6 +27,7 @@ from functools import cached_property, lru_cache, partial
 from statistics import mean, median
 from typing import Any
 
+import cifar10_samples
 import torch
 from _networks import data, images, resnet, train_file
 from torch import Tensor, nn
@@ -307,6 +308,7 @@ def predicted(la: lw.Laplace, x: Tensor) -> tuple[Tensor, Tensor]:
 # All layers by Kronecker factors. The training showed the network VIEWS of each image: crops of 32 x 32 pixels after
 # padding by 4, each flipped or not. Evidence "over views" takes every view for an example of its own.
 VIEWS = 162
+USED = {20: SHARDS}  # of the shards of the training images, by depth; one where not told
 
 
 def kron_shard(problem: Problem, i: int) -> lw.Laplace:
@@ -318,9 +320,10 @@ def kron_shard(problem: Problem, i: int) -> lw.Laplace:
 
 
 def kron_state(problem: Problem) -> tuple[Any, float]:
-    """G over all weights and training images, and its CPU seconds. Shards are kept, and add."""
-    out, seconds = None, 0.0
-    for i in range(SHARDS):
+    """G over all weights and training images, and its CPU seconds. Shards are kept, and add; where only some of them
+    are used, they count as all."""
+    out, seconds, used = None, 0.0, USED.get(problem.depth, 1)
+    for i in range(used):
         path, note = problem.path(f"kron_{i}.safetensors"), problem.path(f"kron_{i}.seconds")
         if not path.is_file():
             taken, la = clocks(partial(kron_shard, problem, i))
@@ -328,7 +331,7 @@ def kron_state(problem: Problem) -> tuple[Any, float]:
             note.write_text(str(taken["cpu"]))
         state = lw.load(path, problem.net).state
         out, seconds = state if out is None else out + state, seconds + float(note.read_text())
-    return out, seconds
+    return out if used == SHARDS else repeated(out, SHARDS / used), seconds
 
 
 def repeated(state: Any, times: float) -> Any:
@@ -418,20 +421,36 @@ def isotropic(problem: Problem) -> dict[str, Answers]:
     return {"labels:monte_carlo": settled(f, both, "monte_carlo", settings=settings, cost={"predict": cost["predict"]})}
 
 
-# Few directions of all weights. Both rows choose the prior precision by labels; `lowrank` keeps the prior beside its
-# directions, ELLA does not, and sums its curvature over as many images as the low rank does.
-SOME, RANK, ANCHORS = 10_000, 100, 2_000
+# Few directions of all weights. `lowrank` and `ella` choose the prior precision by labels; `lowrank` keeps the prior
+# beside its directions, ELLA does not, and sums its curvature over fewer images still, each counted once. `samples`
+# are draws of the posterior (cifar10_samples.py).
+SOME, RANK = 10_000, 100
+ELLA_SOME, ELLA_RANK, ANCHORS = 4_000, 20, 2_000
 CHOICES = torch.logspace(0, 5, 21).tolist()
+THRESHOLD, CENTER = 0.06, 500  # τ of the rows of the samples' curvature; images for the tangent center
+
+
+def part(problem: Problem, index: Any = slice(SOME)) -> list[tuple[Tensor, Tensor]]:
+    """Some of the training images, in batches."""
+    x, y = (t[index].split(BATCH) for t in problem.train)
+    return list(zip(x, y, strict=True))
+
+
+def lowrank_fit(problem: Problem) -> tuple[tuple[Tensor, float], float]:
+    """R with G ≈ RᵀR from a sketch over a part of the images, times what that part is of all; and its share of tr G."""
+
+    def fit() -> tuple[Tensor, float]:
+        factor = lw.curvature.Factor("monte_carlo", 1)
+        la = lw.laplace(problem.net, part(problem), "categorical", structure=lw.curvature.LowRank(RANK), factor=factor)
+        op = curvature(la.state, LIKELIHOOD)
+        share = la.state.structure.captured(la.state, torch.ones(1).double())[0]
+        return math.sqrt(len(problem.train[1]) / SOME) * op.rows.block(0, op.size), share
+
+    return problem.kept("lowrank_fit", fit)
 
 
 def lowrank(problem: Problem) -> dict[str, Answers]:
-    """G ≈ RᵀR from a sketch over a part of the images, times what that part is of all."""
-    x, y = (t[:SOME] for t in problem.train)
-    structure = lw.curvature.LowRank(RANK)
-    factor = lw.curvature.Factor("monte_carlo", 1)
-    fitted, la = clocks(lambda: lw.laplace(problem.net, (x, y), "categorical", structure=structure, factor=factor))
-    op = curvature(la.state, LIKELIHOOD)
-    R = math.sqrt(len(problem.train[1]) / SOME) * op.rows.block(0, op.size)
+    (R, share), fitted = lowrank_fit(problem)
     _, f, cov, cost = kron_spread(problem)
     F, taken = of_directions(problem, "lowrank", R)
     both: list[Tensor] = []
@@ -439,27 +458,85 @@ def lowrank(problem: Problem) -> dict[str, Answers]:
         inner = torch.eye(len(R)) * torch.tensor(CHOICES).reshape(-1, 1, 1) + (R @ R.mT).float()
         mine = torch.einsum("nak,gkl,nbl->gnab", rows, torch.linalg.inv(inner.double()).float(), rows)
         both.append((whole - mine) / torch.tensor(CHOICES).reshape(-1, 1, 1, 1))
-    spent = {"fit": fitted["cpu"], "predict": taken + cost["predict"]}
-    found = settled(f, (both[0], both[1]), "monte_carlo", settings=CHOICES, cost=spent)
-    return {
-        "labels:monte_carlo": replace(found, about={"share": la.state.structure.captured(la.state, torch.ones(1))[0]})
-    }
+    spent = {"fit": fitted, "predict": taken + cost["predict"]}
+    about = {"share": share}
+    found = settled(f, (both[0], both[1]), "monte_carlo", settings=CHOICES, cost=spent, about=about)
+    return {"labels:monte_carlo": found}
+
+
+def ella_fit(problem: Problem) -> tuple[tuple[Tensor, Tensor, float], float]:
+    """Directions, Σ ψᵀΛψ and the features' share of the kernel at the anchors."""
+
+    def fit() -> tuple[Tensor, Tensor, float]:
+        data = part(problem, slice(ELLA_SOME))
+        la = lw.gp.ella(problem.net, data, "categorical", anchors=ANCHORS, rank=ELLA_RANK)
+        return la.directions, la.state.sums["gram"][0], la.share
+
+    return problem.kept("ella_fit", fit)
 
 
 def ella(problem: Problem) -> dict[str, Answers]:
-    x, y = (t[:SOME] for t in problem.train)
-    fitted, la = clocks(lambda: lw.gp.ella(problem.net, (x, y), "categorical", anchors=ANCHORS, rank=20))
-    psi, taken = of_directions(problem, "ella", la.directions)
-    gram = la.state.sums["gram"][0]
+    (V, gram, share), fitted = ella_fit(problem)
+    psi, taken = of_directions(problem, "ella", V)
     inverse = torch.linalg.inv(gram + torch.eye(len(gram)).double() * torch.tensor(CHOICES).double().reshape(-1, 1, 1))
     both = [torch.einsum("nak,gkl,nbl->gnab", rows, inverse.float(), rows) for rows in psi]
-    spent = {"fit": fitted["cpu"], "predict": taken}
-    found = settled(problem.logits, (both[0], both[1]), "monte_carlo", settings=CHOICES, cost=spent)
-    return {"labels:monte_carlo": replace(found, about={"share": la.share})}
+    spent = {"fit": fitted, "predict": taken}
+    about = {"share": share}
+    found = settled(problem.logits, (both[0], both[1]), "monte_carlo", settings=CHOICES, cost=spent, about=about)
+    return {"labels:monte_carlo": found}
+
+
+def samples_fit(problem: Problem) -> tuple[tuple[Tensor, dict[str, Any]], float]:
+    """Draws of the posterior under several priors, (g, k, p), and what was found on the way."""
+
+    def fit() -> tuple[Tensor, dict[str, Any]]:
+        state, n = kron_state(problem)[0], len(problem.train[1])
+        near, theta = curvature(state, LIKELIHOOD), state.tangent.theta
+        logits = problem.kept("train_logits", lambda: forward(problem.net, problem.train[0]))[0]
+        index, u = cifar10_samples.drawn(logits, THRESHOLD, torch.Generator().manual_seed(0))
+        root = cifar10_samples.HeldRoot.made(state.tangent, problem.train[0], index, u)
+        found = cifar10_samples.at_weights(root, float(theta.double().square().sum()))
+        print(f"  {len(u)} rows; precision at the trained weights {found:.4g}", flush=True)
+        few = part(problem, torch.randperm(n, generator=torch.Generator().manual_seed(0))[:CENTER])
+        start = evidence_precision(state)
+        tangent = cifar10_samples.at_tangent(root, start, repeated(state, CENTER / n), few, CENTER / n)
+        z = [root.draw(s) for s in (*STRONG, tangent["precision"])]
+        g = lw.priors.GPrior(1.0).bind(state.layout).at(near, theta)
+        # as much prior variance as the middle of STRONG gives the rows
+        ratio = (root.rows.square().sum(0).double() / g.operator().dense()).sum() / root.rows.double().square().sum()
+        g = g.replace(precision=math.sqrt(STRONG[0] * STRONG[-1]) * ratio)
+        last, solve = cifar10_samples.solved(root, near, g)
+        print(f"  g-prior: precision {float(g.precision):.4g}, {solve}", flush=True)
+        about = {"rows": len(u), "at_weights": found, "at_tangent": tangent, "tangent": tangent["precision"]}
+        about |= {"gammas": [root.gamma(s) for s in (*STRONG, tangent["precision"])]}
+        about |= {"gprior": float(g.precision), "gprior_solve": solve, "dropped": sum(g.counts_dropped().values())}
+        return torch.stack([*z, last]), about
+
+    return problem.kept("samples_fit", fit)
+
+
+def samples(problem: Problem) -> dict[str, Answers]:
+    """Sample covariances under one precision, by the evidence at the tangent center or by labels, and a g-prior."""
+    (z, about), fitted = samples_fit(problem)
+    away, taken = of_directions(problem, "samples", z.flatten(0, 1))
+    k, f = z.shape[1], problem.logits
+    names = [*(f"{s:g}" for s in STRONG), "tangent", "gprior"]
+    every = [torch.stack([rows @ rows.mT / k for rows in a.split(k, -1)]) for a in away]  # (g, n, c, c)
+    cov: dict[str, Pair] = {name: (every[0][i], every[1][i]) for i, name in enumerate(names)}
+    precisions = {name: about.get(name) or float(name) for name in names}
+    more: dict[str, Any] = {"cost": {"fit": fitted + problem.units["forward"], "predict": taken}}
+    own = {"prior_precision": precisions["tangent"], **about}
+    out = {"tangent:monte_carlo": settled(f, one(cov["tangent"]), "monte_carlo", about=own, **more)}
+    grid, settings = (every[0][:-1], every[1][:-1]), [precisions[name] for name in names[:-1]]
+    out["labels:monte_carlo"] = settled(f, grid, "monte_carlo", settings=settings, **more)
+    for name in ("tangent", "gprior"):
+        both, pairs = tempered({name: cov[name]}, precisions)
+        out[f"labels_temperature_{name}:monte_carlo"] = settled(f, both, "monte_carlo", settings=pairs, **more)
+    return out
 
 
 def of_directions(problem: Problem, name: str, directions: Tensor) -> tuple[Pair, float]:
-    """Features at the test images and the street numbers, and their CPU seconds."""
+    """J z at the test images and the street numbers, and its CPU seconds."""
     state, found = kron_state(problem)[0], []
     for kind, x in (("test", problem.test[0]), ("ood", problem.ood)):
         made = [
@@ -479,6 +556,7 @@ ROWS: dict[str, Callable[[Problem], dict[str, Answers]]] = {
     "kron": kron,
     "lowrank": lowrank,
     "ella": ella,
+    "samples": samples,
 }
 
 
