@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/distributed.py fit
     torchrun --nproc-per-node 2 examples/distributed.py tune
     LAPWING_DATA=<folder> LAPWING_CIFAR_TRAIN=<cifar10_train.npz> \\
-        torchrun --nproc-per-node 2 examples/distributed.py cifar10 --images 256 --samples 4
+        torchrun --nproc-per-node 2 examples/distributed.py cifar10 --images 128 --samples 4
 
 `fit` and `tune` train a small network on scikit-learn's digits; `cifar10` takes samples of the posterior of a trained
 ResNet-20 by conjugate gradients, without a matrix. Without torchrun the script is one process, and does the same.
@@ -88,7 +88,7 @@ def say(what: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["fit", "tune", "cifar10"])
-    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--samples", type=int, default=4)
     args = parser.parse_args()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():

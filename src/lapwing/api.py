@@ -139,9 +139,8 @@ def as_ranks(process_group: Any) -> Ranks:
 
 def as_shard(data: Any, ranks: Ranks) -> Any:
     """Batches, of which each rank has a shard where there are several."""
-    if ranks.alone or isinstance(data, Shard):
-        return as_batches(data, sharded=True)
-    return as_batches(Shard(data, ranks), sharded=True)
+    with ranks.told("reading the arguments"):
+        return as_batches(data if ranks.alone or isinstance(data, Shard) else Shard(data, ranks), sharded=True)
 
 
 def as_budget(memory_budget: int | None) -> int:
@@ -611,7 +610,8 @@ def laplace(
     """
     ranks = as_ranks(process_group)
     with ranks.told("reading the arguments"):
-        budget, likelihood, batches = as_budget(memory_budget), as_likelihood(likelihood), as_shard(data, ranks)
+        budget, likelihood = as_budget(memory_budget), as_likelihood(likelihood)
+    batches = as_shard(data, ranks)
     tangent = as_tangent(model, batches, subset, forward)
     with ranks.told("reading the prior"):
         bound = as_prior(prior, tangent.layout, tangent.device)
