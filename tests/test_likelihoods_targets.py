@@ -98,17 +98,18 @@ def test_a_whole_weight_is_that_many_copies(structure: str, kind: str) -> None:
     assert bool(torch.isfinite(pred.log_prob(y)).all())
 
 
-@pytest.mark.parametrize("structure", [*EXACT, "matrix_free"])
+@pytest.mark.parametrize("structure", [*EXACT, "kron", "ekfac", "lowrank", "matrix_free"])
 def test_an_ignored_label_is_a_row_that_is_not_there(structure: str) -> None:
-    net, x = network(3), inputs(12, 3)
-    y = torch.randint(3, (12,), generator=torch.Generator().manual_seed(1))
-    kept = torch.arange(12) % 4 != 2
+    net, x = network(3), inputs(300, 3)
+    y = torch.randint(3, (300,), generator=torch.Generator().manual_seed(1))
+    kept = (torch.arange(300) % 4 != 2) & (torch.arange(300) < 256)  # batches with some, and one with none
     la = lw.laplace(net, (x, torch.where(kept, y, -100)), Ignoring(), structure=structure, factor="exact")
     left = lw.laplace(net, (x[kept], y[kept]), "categorical", structure=structure, factor="exact")
     v = inputs(2, la.state.layout.size)
     close(lw.operators.linalg.mv(la.posterior.precision, v), lw.operators.linalg.mv(left.posterior.precision, v), 1e-10)
     close(la.likelihood.log_likelihood(la.state.statistics), left.likelihood.log_likelihood(left.state.statistics))
     close(la.state.statistics["weight"], torch.tensor(float(kept.sum()), dtype=torch.float64))
+    assert (la.state.n, left.state.n) == (300, int(kept.sum()))
 
 
 def test_positions_of_a_sequence_can_be_ignored() -> None:

@@ -188,6 +188,9 @@ def accumulate(
             stream = journal.through(stream, running, own)
         for x, y in _pieces(tangent, stream, size):
             loading.check_finite(x, "the inputs")
+            x, y = _heard(tangent, likelihood, x, y, running)
+            if isinstance(y, Tensor) and y.ndim and not len(y):
+                continue
             f = accumulator.forward(x)
             _check_outputs(f, y)
             flat, targets = flat_outputs(f), flat_targets(f, y)
@@ -241,6 +244,15 @@ def _pieces(tangent: TangentModel, batches: Iterable[Any], size: int) -> Iterato
             for start in range(0, len(y), size):
                 index = slice(start, start + size)
                 yield tree.rows_of(x, index), y[index]
+
+
+def _heard(tangent: TangentModel, likelihood: Likelihood, x: Any, y: Any, running: Running) -> tuple[Any, Any]:
+    """A batch without examples whose every target is ignored: they count, and no factor of the curvature sees them."""
+    rows = likelihood.kept(y) if isinstance(y, Tensor) and y.ndim else None
+    if rows is None or bool(rows.all()) or not tangent.separable(x):
+        return x, y
+    running.count(y[~rows], {})
+    return tree.map_tensors(lambda t: t[rows], x), y[rows]
 
 
 def flat_outputs(f: Tensor) -> Tensor:

@@ -94,6 +94,10 @@ class Likelihood:
         """Targets (n, ..., t), or labels (n, ...), as a row for each of m rows of outputs: (m, t) or (m,)."""
         return y.reshape(m, *y.shape[y.ndim - self.event :])
 
+    def kept(self, y: Tensor) -> Tensor | None:
+        """Which examples of targets (n, ...) count for anything, (n,) bool; None where all do."""
+        return None
+
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """What to train the network on: the mean over examples of −log p, outputs f (n, ..., c)."""
         self.validate(f.detach(), y)

@@ -126,7 +126,7 @@ class Reweighted(Likelihood):
         return {**sums, "weight": w.sum()}
 
     def check(self, statistics: dict[str, Tensor]) -> None:
-        if not float(statistics["weight"]) > 0:
+        if not float(statistics.get("weight", 0.0)) > 0:
             raise InvalidValue(
                 f"every target is ignored or has the weight 0 under {self.kind}; there is nothing to fit"
             )
@@ -190,6 +190,9 @@ class Weighted(Reweighted):
             raise InvalidValue("labels (the first column of the targets) must be whole numbers")
         self.base.validate(f, self.parted(f, y)[0])
 
+    def kept(self, y: Tensor) -> Tensor:
+        return _any(y[..., -1] > 0)
+
     def parted(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         w = y[..., -1].to(f)
         return (y[..., 0].long(), w) if self.base.event == 0 else (y[..., :-1].to(f), w)
@@ -243,9 +246,17 @@ class Ignoring(Reweighted):
     def validate(self, f: Tensor, y: Tensor) -> None:
         self.base.validate(f, self.parted(f, y)[0])
 
+    def kept(self, y: Tensor) -> Tensor:
+        return _any(y != self.index)
+
     def parted(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         out = y == self.index
         return torch.where(out, torch.zeros_like(y), y), (~out).to(f)
+
+
+def _any(rows: Tensor) -> Tensor:
+    """Of each example, over its positions."""
+    return rows.reshape(len(rows), -1).any(1)
 
 
 def _check_labels(likelihood: Reweighted) -> None:
