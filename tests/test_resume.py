@@ -487,13 +487,14 @@ def on_ranks(store: Path, run: Callable[[int], None]) -> list[int]:
                 dist.destroy_process_group()
                 os._exit(0)
             except BaseException as error:
-                print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                os.write(2, f"rank {rank}: {type(error).__name__}: {error}\n".encode())  # a line of its own
                 os._exit(1)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def trial_on_ranks(folder: Path, structure: str, at: int) -> None:
-    """Rank 0 is killed, and with it the group; then both go on, each from what it has."""
+    """Rank 0 is killed, and with it the group; its file truncated is an error on both; whole, both go on from what each
+    has."""
     model, x, y = problem()
 
     def fit(rank: int, out: str, at: int = -1, **kept: Any) -> None:
@@ -504,7 +505,12 @@ def trial_on_ranks(folder: Path, structure: str, at: int) -> None:
     kept: dict[str, Any] = {"checkpoint": folder / "fit.checkpoint", "every": EVERY}
     killed = on_ranks(folder / "store0", lambda rank: fit(rank, "no", at, **kept))
     assert killed == [-signal.SIGKILL, 1], killed
-    assert sorted(p.name for p in folder.iterdir() if "store" not in p.name) == ["fit.checkpoint.rank0"]
+    assert [p.name for p in folder.iterdir() if "store" not in p.name] == ["fit.checkpoint.rank0"]
+    path = folder / "fit.checkpoint.rank0"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    assert on_ranks(folder / "store3", lambda rank: fit(rank, "no", **kept)) == [1, 1]
+    path.write_bytes(whole)
     assert on_ranks(folder / "store1", lambda rank: fit(rank, "resumed", **kept)) == [0, 0]
     assert on_ranks(folder / "store2", lambda rank: fit(rank, "plain")) == [0, 0]
     for rank in (0, 1):
@@ -528,6 +534,9 @@ def test_killed_fits_resume_to_the_same_bits(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the same bits") == TRIALS + len(RANKS)
+    for rank in (0, 1):
+        told = [line for line in done.stderr.splitlines() if line.startswith(f"rank {rank}: ")]
+        assert sum("not a whole safetensors file" in line for line in told) == len(RANKS)
 
 
 def main(folder: Path) -> None:
