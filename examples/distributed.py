@@ -62,7 +62,8 @@ def digits(tune: bool) -> None:
     say(la)
     say(f"log evidence {float(la.log_evidence()):.4f}, held-out NLL {-float(pred.log_prob(y[test]).mean()):.4f}")
     if dist.get_rank() == 0:
-        la.save("digits.lapwing.safetensors")  # the same on every rank: one of them writes it
+        pathlib.Path("out").mkdir(exist_ok=True)
+        la.save("out/digits.lapwing.safetensors")  # the same on every rank: one of them writes it
 
 
 def cifar10(images: int, samples: int) -> None:

@@ -21,6 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lapwing as lw
@@ -176,14 +178,25 @@ def streams(rank: int, size: int) -> dict[str, Any]:
     tuned = la.tuned()
     out["tuned"] = tuned.prior.precision, tuned.likelihood.noise
     out["evidence"] = tuned.log_evidence()
-    several = lw.curvature.MatrixFree(samples=200, tolerance=1e-3)
-    many = lw.laplace(network(), data, likelihood, structure=several, prior=3.0, process_group=group)
+    precise = lw.curvature.MatrixFree(samples=200, tolerance=1e-3)
+    many = lw.laplace(network(), data, likelihood, structure=precise, prior=3.0, process_group=group)
     out["many variances"] = many.predict(inputs()[:3]).f_var
+    if size < 3:
+        out["sgd"] = stochastic_solve(vectors, rank, size)
     alike = [(inputs()[:6], problem("gaussian")[1][:6])]  # on every rank: noise that is the same would add up
     bare = lw.curvature.MatrixFree(preconditioner="none")
     root = lw.laplace(network(), alike, likelihood, structure=bare, process_group=group).state.source
     out["noise"] = root.noise(400, G(8))[0], root.diagonal().sum()
     return out
+
+
+def stochastic_solve(vectors: Tensor, rank: int, size: int) -> Tensor:
+    """A solve by minibatches, of which the ranks have unequal numbers."""
+    likelihood, data = mine("gaussian", rank, size)
+    group, structure = "world" if size > 1 else None, lw.curvature.MatrixFree(solver="sgd", tolerance=0.05)
+    la = lw.laplace(network(), data, likelihood, structure=structure, prior=30.0, process_group=group)
+    la.state.source.noise(1, G(0))  # a pass, by which the number of batches is known
+    return linalg.solve(la.posterior.precision, vectors)
 
 
 def sampled(rank: int, size: int) -> dict[str, Any]:
@@ -247,8 +260,11 @@ def faults(rank: int, size: int) -> dict[str, Any]:
     growing += [(x[:1], y[:1])] if odd else []  # another number of examples in a later pass
 
     repeating = DataLoader(TensorDataset(x, y), sampler=DistributedSampler(x, num_replicas=size, rank=rank))
+    cut = network()
+    cut[0].weight = nn.Parameter(distribute_tensor(cut[0].weight.data, init_device_mesh("cpu", (size,))))
     cases: dict[str, Callable[[], Any]] = {
         "repeats": lambda: fit(batches=repeating),
+        "cut": lambda: fit(cut),
         "NaN": lambda: fit(batches=bad if odd else data),
         "weights": lambda: fit(network(odd)),
         "order": lambda: fit(Ordered(odd)),
@@ -489,6 +505,12 @@ def test_products_and_solves_are_those_of_one_process(folder: Path, size: int) -
         close(ranks[0][key], alone[key], tolerance)
 
 
+def test_minibatches_of_ranks_solve_the_same_system(folder: Path) -> None:
+    ranks, (alone,) = ([one["sgd"] for one in found(folder, "streams", n)] for n in (2, 1))
+    assert_same(ranks)
+    torch.testing.assert_close(ranks[0], alone, rtol=0, atol=0.1 * float(alone.abs().max()))  # twice the tolerance
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_samples_of_ranks_have_the_exact_posterior(folder: Path, size: int) -> None:
     """The noise of one rank's data is not that of another's: E‖Rᵀe‖² = tr G, and error bars are those of `full`."""
@@ -542,6 +564,7 @@ def test_bytes_are_those_of_the_cost_model(folder: Path) -> None:
 
 
 FAULTS = {  # what both ranks are told
+    "cut": "parameter 0.weight is cut over processes",
     "repeats": "DistributedSampler repeats 1 of 23 examples",
     "weights": "rank 1 differs from rank 0 in weights of 0.weight",
     "order": "rank 1 differs from rank 0 in parameter 0: b of shape (2, 3)",

@@ -166,6 +166,10 @@ class Ranks:
         words = self.meet(what, words=torch.tensor([(n + 2**63) % 2**64 - 2**63]))
         return sum(int(one) for one in words) % 2**64
 
+    def most(self, n: int, what: str) -> int:
+        """The largest of a whole number over ranks."""
+        return max(int(one) for one in self.meet(what, words=torch.tensor([n])))
+
     def gather(self, thing: Any, what: str = "") -> list[Any]:
         """What each rank has, in the order of ranks; small things."""
         if self.alone:

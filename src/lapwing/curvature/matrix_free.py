@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lapwing.curvature.parts import Part
 from lapwing.curvature.products import carry, pieces
 from lapwing.curvature.state import State, differing
 from lapwing.distributed import Ranks
-from lapwing.errors import InvalidValue, Unsupported
+from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import Plan, Streamed
@@ -69,8 +70,8 @@ class DataRoot:
 
     @property
     def batches(self) -> int:
-        """In a pass; known once one was made."""
-        return self.counter["batches"]
+        """In a pass, on the rank that has most; known once one was made."""
+        return self.ranks.most(self.counter["batches"], "batches of a pass")
 
     def __add__(self, other: DataRoot) -> DataRoot:
         return replace(
@@ -129,23 +130,28 @@ class DataRoot:
         return torch.einsum("mcq,kmq->kmc", root, inner * weights.to(inner)), inner.square().sum(1, dtype=torch.float64)
 
     def minibatches(self, weights: Tensor) -> Iterator[Product]:
-        """(N/n) Σ_h w_h G_h v of one batch after the other, pass after pass."""
-        if not self.ranks.alone:
-            raise Unsupported("solver='sgd' runs in one process; over a process group use solver='cg'")
+        """(N/n) Σ_h w_h G_h v of one batch after the other, pass after pass; of ranks, a batch of each together."""
         while True:
-            watch = _Watch(self)
-            for x, y in self._each():
-                watch.see(flat_outputs(self.tangent(x)), y)
-
-                def estimate(v: Tensor, x: Any = x, y: Tensor = y) -> Tensor:
-                    total = torch.zeros(v.shape, dtype=torch.float64, device=self.tangent.device)
-                    squares = total.new_zeros(len(v), self.weights)
-                    for piece, targets in pieces(self.tangent, x, y, len(v)):
-                        self._add(piece, targets, v, weights, total, squares, None)
-                    return total * (self.n / len(y))
-
-                yield estimate
+            watch, batches, n = _Watch(self), self._each(), self.n
+            while n:
+                with self.ranks.told("a minibatch"):
+                    batch = next(batches, None)
+                    if batch is not None:
+                        watch.see(flat_outputs(self.tangent(batch[0])), batch[1])
+                n = self.ranks.count(0 if batch is None else len(batch[1]), "a minibatch")
+                if n:
+                    yield partial(self._estimate, batch, n, weights)
             watch.check()
+
+    def _estimate(self, batch: tuple[Any, Tensor] | None, n: int, weights: Tensor, v: Tensor) -> Tensor:
+        """(N/n) Σ_h w_h G_h v of n examples, of which this rank has a batch, or none."""
+        v = self.ranks.same(v, "vectors of a minibatch")
+        total = torch.zeros(v.shape, dtype=torch.float64, device=self.tangent.device)
+        squares = total.new_zeros(len(v), self.weights)
+        with self.ranks.told("a minibatch"):
+            for piece, targets in () if batch is None else pieces(self.tangent, *batch, len(v)):
+                self._add(piece, targets, v, weights, total, squares, None)
+        return self.ranks.total([total], "a minibatch")[0] * (self.n / n)
 
     @torch.inference_mode(False)
     @torch.no_grad()

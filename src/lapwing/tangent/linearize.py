@@ -81,6 +81,11 @@ def _check(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise InvalidValue(f"parameter {name} is uninitialized (a lazy module); run the model once first")
+        if hasattr(p, "full_tensor") or "_flat_param" in name:  # a DTensor, and what FSDP made before there were any
+            raise InvalidValue(
+                f"parameter {name} is cut over processes (FSDP, DTensor), and every process needs the whole network; "
+                "load its full state dict into a plain copy"
+            )
         if p.is_floating_point() and not torch.isfinite(p).all():
             raise InvalidValue(f"parameter {name} holds NaN or infinite values; train the network again")
     for name, module in model.named_modules():
