@@ -7,6 +7,7 @@ written out here, never from the package.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -344,6 +345,33 @@ def test_the_factor_is_the_fisher_information(plain: Case, seed: int) -> None:
         close(found, -vmap(hessian(plain.log_prob))(f, y))
 
 
+def test_products_traces_and_noise_are_of_the_same_curvature(case: Case) -> None:
+    """Λ v, tr Λ, a root of Λ, and S e whose covariance is Λ, of rows that may weigh differently."""
+    likelihood, f, y = case.draw(4, 0)
+    curvature = torch.stack([case.curvature(one, target) for one, target in zip(f, y, strict=True)])
+    root = likelihood.scaled_root(f, y)
+    close(root @ root.mT, curvature)
+    if likelihood.signed:
+        return
+    w = likelihood.curvature_weights()
+    v = torch.randn(3, *f.shape, generator=seeded(1), dtype=torch.float64)
+    close(w * likelihood.curvature_product(f, y, v), torch.einsum("nab,knb->kna", curvature, v))
+    close(w * likelihood.curvature_trace(f, y), curvature.diagonal(dim1=1, dim2=2).sum(-1))
+    e = w.sqrt() * likelihood.curvature_noise(f, y, 4000, seeded(2))  # (k, n, c)
+    products = torch.einsum("kna,knb->knab", e, e)
+    error = (products.std(0) / math.sqrt(4000)).clamp(min=1e-12)
+    assert float(((products.mean(0) - curvature).abs() / error).max()) < Z
+
+
+@pytest.mark.parametrize("name", ["weighted labels", "known noise"])
+def test_the_noise_of_matrix_free_samples_has_the_curvature_as_covariance(name: str) -> None:
+    """Σ_n J_nᵀ S_n e_n, with each row's own weight: mean squares within Z standard errors of diag G."""
+    p = problem(CASES[name])
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="matrix_free")
+    found = la.state.source.noise(2000, seeded(0))[0].square().mean(0) / p.G.diagonal()
+    assert float((found - 1).abs().max()) < Z * math.sqrt(2 / 2000)
+
+
 def test_log_prob_can_be_traced(case: Case) -> None:
     likelihood, f, y = case.draw(5, 0)
     found = vmap(hessian(lambda f, y: likelihood.log_prob(f[None], y[None])[0]))(f, y)
@@ -477,12 +505,13 @@ def test_diag_is_the_diagonal(case: Case) -> None:
 
 
 def test_kron_is_the_product_of_its_factors(case: Case) -> None:
-    """H_l = (1/N) Σ gᵀΛg ⊗ Σ [a, 1][a, 1]ᵀ, with g = ∂f/∂(bias of the layer)."""
+    """H_l = (1/N) Σ gᵀΛg ⊗ Σ [a, 1][a, 1]ᵀ, with g = ∂f/∂(bias of the layer), over rows that weigh anything."""
     p = problem(case)
     la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="kron", prior=LAMBDA, factor="exact")
     hidden = torch.tanh(p.net[0](p.x)).detach()  # type: ignore[index]
+    there = p.curvature.flatten(1).any(1)
     occam = torch.zeros((), dtype=torch.float64)
-    for name, a in (("0.bias", p.x), ("2.bias", hidden)):
+    for name, a in (("0.bias", p.x[there]), ("2.bias", hidden[there])):
         g = p.J[..., p.columns(name)]  # (n, c, o)
         B = torch.einsum("nao,nab,nbq->oq", g, p.curvature, g)
         a = torch.cat([a, torch.ones(len(a), 1, dtype=torch.float64)], -1)
@@ -558,3 +587,36 @@ def test_a_file_gives_it_back(case: Case, tmp_path: Any) -> None:
     back = lw.load(tmp_path / "la.safetensors", p.net)
     assert back.likelihood.kind == p.likelihood.kind
     assert torch.equal(back.log_evidence(), la.log_evidence())
+
+
+def test_networks_in_single_precision_give_the_same(case: Case) -> None:
+    """Up to their rounding; targets may be in either precision. The tangent MAP for some, as it takes its time."""
+    p = problem(case)
+    exact = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="kron", prior=LAMBDA, factor="exact")
+    single = copy.deepcopy(p.net).float()
+    for y in (p.y, p.y.float() if p.y.is_floating_point() else p.y):
+        la = lw.laplace(single, (p.x.float(), y), p.likelihood, structure="kron", prior=LAMBDA, factor="exact")
+        close(la.log_evidence(), exact.log_evidence(), 1e-3)
+    if case in (CASES["heteroscedastic"], CASES["weighted labels"], CASES["known noise"], CASES["poisson"]):
+        close(la.recentered().log_evidence(), exact.recentered().log_evidence(), 1e-3)
+
+
+def test_the_true_hessian_is_that_of_the_log_density(case: Case) -> None:
+    """factor="hessian": −∂²_θ Σ log p(y | f(x, θ)), the network's own second derivatives included."""
+    p = problem(case, n=5)
+    if not p.likelihood.concave:
+        with pytest.raises(Unsupported, match="factor='exact'"):
+            lw.laplace(p.net, (p.x, p.y), p.likelihood, factor="hessian")
+        return
+    la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="full", factor="hessian")
+    params = {k: v.detach() for k, v in p.net.named_parameters()}
+    sizes = [v.numel() for v in params.values()]
+
+    def loss(theta: Tensor) -> Tensor:
+        parts = zip(params, theta.split(sizes), strict=True)
+        f = functional_call(p.net, {k: part.reshape(params[k].shape) for k, part in parts}, (p.x,))
+        return -sum((case.log_prob(one, target) for one, target in zip(f, p.y, strict=True)), torch.zeros(()))
+
+    expected = hessian(loss)(torch.cat([v.reshape(-1) for v in params.values()]))
+    weights = p.likelihood.curvature_weights("hessian")
+    close(torch.einsum("g,gab->ab", weights, la.state.sums["gram"]), expected)

@@ -598,7 +598,7 @@ def laplace(
 ) -> Laplace:
     """Turn a trained network into a Bayesian one, by one pass over its training data.
 
-    data: a DataLoader, a Dataset or (X, y). likelihood: "gaussian", "categorical", "bernoulli" or an object.
+    data: a DataLoader, a Dataset or (X, y). likelihood: a key of LIKELIHOODS or an object of lw.likelihoods.
     structure: "auto", a key of STRUCTURES or an object.
     subset: "all", "last_layer", globs, {name: mask} or one bool vector.
     prior: a precision, "layerwise", "gprior", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
