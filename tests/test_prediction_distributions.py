@@ -199,7 +199,7 @@ def test_nonsense_is_refused() -> None:
         prediction.cdf(mean[0])
     with pytest.raises(lw.errors.Unsupported, match="classes"):
         lw.Prediction(lw.likelihoods.Categorical(), mean, cov).cdf(mean)
-    with pytest.raises(lw.errors.Unsupported, match="has 'auto'"):
+    with pytest.raises(lw.errors.Unsupported, match="it has 'auto' and 'monte_carlo'"):
         lw.Prediction(Counts(), mean, cov, "probit")
 
 

@@ -41,8 +41,8 @@ def resolve(likelihood: Likelihood, link: str) -> str:
     if link == "auto":
         return offered[0]
     if link not in offered:
-        known = "; ".join(f"{name!r}" for name in ("auto", *offered))
-        raise Unsupported(f"link={link!r} has no rule for {likelihood.name}, which has {known}")
+        known = ", ".join(repr(name) for name in ("auto", *offered[:-1]))
+        raise Unsupported(f"link={link!r} has no rule for {likelihood.name}; it has {known} and {offered[-1]!r}")
     return link
 
 
