@@ -837,7 +837,7 @@ def test_the_counted_state_is_the_state(name, dtype):
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5)).to(dtype)
     x, y = torch.randn(30, 2, 3, 3, dtype=dtype), torch.randn(30, 5, dtype=dtype)
     tangent = lw.linearize(model)
-    structure = lw.api.STRUCTURES[name]()
+    structure = lw.arguments.STRUCTURES[name]()
     state = lw.accumulate(structure, tangent, lw.likelihoods.Gaussian(), (x, y))
     problem = survey(tangent, lw.likelihoods.Gaussian(), sample_of(x, y), 2**30)
     told = sum(_state_bytes(part, problem) for part in structure.parts(tangent, x))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lapwing import data as loading
 from lapwing import tree
-from lapwing.api import as_budget, as_likelihood, as_tangent
+from lapwing.arguments import as_budget, as_likelihood, as_tangent
 from lapwing.curvature.cover import cover
 from lapwing.curvature.products import gauss_newton
 from lapwing.curvature.rows import RowMaker

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lapwing import api, tree
+from lapwing import arguments, tree
 from lapwing import data as loading
 from lapwing.doctor.checks import loader_checks, model_checks, tied, value_checks
 from lapwing.doctor.outputs import likelihood_checks, output_checks
@@ -48,8 +48,8 @@ def doctor(
     """
     _refuse_nonsense(model, data, subset, forward)
     if memory_budget is not None:
-        api.as_budget(memory_budget)
-    visit = _Visit(model, api.as_likelihood(likelihood), subset, forward, memory_budget)
+        arguments.as_budget(memory_budget)
+    visit = _Visit(model, arguments.as_likelihood(likelihood), subset, forward, memory_budget)
     batches = visit.attempt("data", lambda: _batches(data))
     with loading.unchanged_rng(batches), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a fit would warn about is a finding here

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lapwing import api, tree
+from lapwing import arguments, tree
 from lapwing.curvature import Factor, Full, Probe
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover
@@ -133,7 +133,7 @@ def survey(tangent: TangentModel, likelihood: Likelihood, sample: Sample, workin
     with torch.no_grad():
         views = Capture(tangent, parts).run(few).views()
     positions = {name: view.positions for name, view in views.items()}
-    factor = api.as_factor("auto", seen, likelihood)
+    factor = arguments.as_factor("auto", seen, likelihood)
     columns = factor.columns(seen.outputs, seen.positions)
     if factor.kind == "exact":  # a softmax has one less than outputs
         columns = likelihood.columns(seen.outputs) * seen.positions
@@ -258,7 +258,7 @@ def _dual(problem: Problem, rates: Rates) -> Need:
 
 
 def _layered(name: str, problem: Problem, rates: Rates) -> Need:
-    structure = api.STRUCTURES[name](memory_budget=problem.working)
+    structure = arguments.STRUCTURES[name](memory_budget=problem.working)
     kinds = [_kind(structure, part) for part in problem.parts]
     parts = [replace(part, kind=kind) for part, kind in zip(problem.parts, kinds, strict=True)]
     state = sum(_state_bytes(part, problem) for part in parts)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lapwing import api
+from lapwing import arguments
 from lapwing.curvature import BUDGET, Full
 from lapwing.doctor.needs import Need, Problem, Rates, measure, need, survey, with_products
 from lapwing.doctor.reading import Sample
@@ -112,7 +112,7 @@ def _told_error(error: Exception) -> str:
 def _preferred(problem: Problem) -> tuple[str, str]:
     """The structure of the highest quality that is not out of proportion: a name of the plan, and of laplace."""
     rows = problem.n * problem.outputs if problem.counted else math.inf
-    if min(problem.size, rows) <= api.SMALL:
+    if min(problem.size, rows) <= arguments.SMALL:
         return ("full (primal)" if problem.primal else "full (dual)"), "full"
     return "kron", "kron"
 
@@ -129,7 +129,7 @@ def _choose(problem: Problem, costs: dict[str, Cost]) -> tuple[str, str]:
 
 def _treatment(problem: Problem, structure: str) -> dict[str, str]:
     """What la.coverage will say."""
-    chosen = api.as_structure(structure, problem.seen, problem.working)
+    chosen = arguments.as_structure(structure, problem.seen, problem.working)
     if isinstance(chosen, Full):
         return replace(chosen, form="primal" if problem.primal else "dual").coverage((), problem.tangent) | _rest(
             problem

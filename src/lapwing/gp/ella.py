@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lapwing import data as loading
 from lapwing import tree
-from lapwing.api import as_budget, as_likelihood, as_prior, as_tangent
+from lapwing.arguments import as_budget, as_likelihood, as_prior, as_tangent
 from lapwing.curvature import Factor, Part, Probe, State, accumulate, probe
 from lapwing.curvature.accumulate import Accumulator
 from lapwing.curvature.rows import StreamedRows

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.curvature import probe
+from lapwing import arguments
+from lapwing.curvature import BUDGET, probe
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.data import dropped
 from lapwing.errors import InvalidValue, LapwingError, Unsupported
@@ -81,11 +82,9 @@ def begin(
 ) -> Objective:
     """The loss at the hyperparameters given, once all is seen to fit together: a mistake must not wait for the first
     update, hours later."""
-    from lapwing import api  # where strings become objects; it imports this package
-
     tangent = linearize(model, subset, forward=forward)
-    bound = api.as_prior(prior, tangent.layout, tangent.device)
-    known = api.as_likelihood(likelihood).to(tangent.device)
+    bound = arguments.as_prior(prior, tangent.layout, tangent.device)
+    known = arguments.as_likelihood(likelihood).to(tangent.device)
     if isinstance(bound, GPrior):
         raise Unsupported(
             "the g-prior follows the curvature, so it is no penalty to train under; use a precision, 'layerwise' or "
@@ -101,7 +100,7 @@ def begin(
         raise
     except (RuntimeError, TypeError, IndexError) as error:
         raise InvalidValue(f"the model does not run on a batch of the data: {error}; give its own data") from error
-    api.as_structure(structure, seen, api.BUDGET).resolved(seen, api.as_factor(factor, seen, known))
+    arguments.as_structure(structure, seen, BUDGET).resolved(seen, arguments.as_factor(factor, seen, known))
     return Objective(model, bound, known, seen.n - dropped(batches))
 
 

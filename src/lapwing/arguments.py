@@ -1,0 +1,159 @@
+"""Arguments in words become objects here, and nowhere else: "kron", "layerwise", "world", bytes of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lapwing import curvature, likelihoods, priors, tree
+from lapwing.curvature import BUDGET, Factor, Probe
+from lapwing.curvature.factor import KINDS
+from lapwing.data import as_batches, first_inputs, ranks_of
+from lapwing.distributed import ALONE, Ranks, Shard
+from lapwing.errors import InvalidValue, Unsupported
+from lapwing.tangent import TangentModel, linearize
+from lapwing.tree import Layout
+
+SMALL = 4_000  # structure="auto": full while min(P, N·C) stays within this
+FEW = 4  # examples to trace the network with
+FEW_OUTPUTS = 16  # factor="auto": exact up to this many outputs, those of all positions counted
+STRUCTURES = {
+    "full": curvature.Full,
+    "kron": curvature.Kronecker,
+    "ekfac": curvature.EigenKronecker,
+    "block": curvature.Block,
+    "diag": curvature.Diagonal,
+    "matrix_free": curvature.MatrixFree,
+    "lowrank": curvature.LowRank,
+}
+LIKELIHOODS = {
+    "gaussian": likelihoods.Gaussian,
+    "categorical": likelihoods.Categorical,
+    "bernoulli": likelihoods.Bernoulli,
+    "heteroscedastic": likelihoods.HeteroscedasticGaussian,
+    "poisson": likelihoods.Poisson,
+    "bradley_terry": likelihoods.BradleyTerry,
+}
+
+
+def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
+    if isinstance(likelihood, likelihoods.Likelihood):
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in LIKELIHOODS:
+        return LIKELIHOODS[likelihood]()
+    raise InvalidValue(f"likelihood must be one of {list(LIKELIHOODS)} or an object, got {likelihood!r}")
+
+
+def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussian:
+    if isinstance(prior, (int, float, Tensor)) and not isinstance(prior, bool):
+        prior = priors.Gaussian(prior) if torch.as_tensor(prior).ndim == 0 else priors.Gaussian(prior, per="weight")
+    elif prior == "layerwise":
+        prior = priors.Gaussian(1.0, per="layer")
+    elif isinstance(prior, str) and prior == "gprior":
+        prior = priors.GPrior()
+    elif isinstance(prior, Mapping):
+        prior = priors.Gaussian(prior)
+    if not hasattr(prior, "bind"):
+        raise InvalidValue(
+            f"prior must be a precision, 'layerwise', 'gprior', {{glob: precision}} or an object, got {prior!r}"
+        )
+    return prior.bind(layout, device)
+
+
+def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
+    if structure == "auto":
+        small = min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL
+        structure = "full" if small else "kron"
+    if isinstance(structure, str):
+        if structure not in STRUCTURES:
+            raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
+        return STRUCTURES[structure](memory_budget=memory_budget)
+    if not hasattr(structure, "resolved"):
+        raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
+    return structure
+
+
+def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: Any = None) -> Factor:
+    if factor == "auto" and isinstance(structure, curvature.MatrixFree):
+        return Factor("exact")  # products with it cost nothing more
+    if factor == "auto":
+        several = len(likelihood.curvature_weights()) > 1  # noise per output: only the exact factor keeps it apart
+        few = seen.outputs * seen.positions <= FEW_OUTPUTS
+        wanted = "exact" if few or several else "monte_carlo"
+        if not likelihood.factors:
+            raise Unsupported(f"{likelihood.name} is not concave and has no sample method, so it has no output factor")
+        return Factor(wanted if wanted in likelihood.factors else likelihood.factors[0])
+    if not isinstance(factor, (str, Factor)):
+        raise InvalidValue(f"factor must be 'auto', one of {KINDS} or lw.curvature.Factor, got {factor!r}")
+    return Factor(factor) if isinstance(factor, str) else factor
+
+
+def as_tangent(model: Any, batches: Any, subset: Any, forward: Any) -> TangentModel:
+    """The network linearized over a subset of its weights, traced with the first batch."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    example = first_inputs(batches, device)
+    if forward is None and isinstance(example, Tensor):
+        example = example[:FEW]  # enough to trace
+    with ranks_of(batches).told("linearizing the network"):
+        return linearize(model, subset, forward=forward, example=example)
+
+
+def as_ranks(process_group: Any) -> Ranks:
+    """The processes of a torch.distributed group; "world" is all of them."""
+    if process_group is None:
+        return ALONE
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidValue(f"process_group={process_group!r} needs torch.distributed.init_process_group() first")
+    group = dist.group.WORLD if isinstance(process_group, str) and process_group == "world" else process_group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise InvalidValue(
+            f"process_group must be None, 'world' or a torch.distributed group that this process is in; got {group!r}"
+        )
+    return Ranks(group)
+
+
+def as_shard(data: Any, ranks: Ranks) -> Any:
+    """Batches, of which each rank has a shard where there are several."""
+    with ranks.told("reading the arguments"):
+        return as_batches(data if ranks.alone or isinstance(data, Shard) else Shard(data, ranks), sharded=True)
+
+
+def as_budget(memory_budget: int | None) -> int:
+    if memory_budget is None:
+        return BUDGET
+    if not isinstance(memory_budget, int) or memory_budget < 2**16:
+        raise InvalidValue(f"memory_budget is a number of bytes, at least {2**16}; got {memory_budget!r}")
+    return memory_budget
+
+
+def facts(
+    tangent: TangentModel,
+    likelihood: likelihoods.Likelihood,
+    prior: Any,
+    structure: Any,
+    factor: Any,
+    budget: int,
+    generator: torch.Generator | None,
+) -> dict[str, str]:
+    """What must be the same on every rank, in words; weights by their hashes."""
+    out, selected = {}, tangent.layout.shapes
+    for i, (name, p) in enumerate(tangent.model.named_parameters()):
+        how = "" if name in selected else ", frozen"
+        out[f"parameter {i}"] = f"{name} of shape {tuple(p.shape)}, {p.dtype}{how}"
+    masks = tree.fingerprints(tangent.layout.masks)
+    out |= {f"weights of {name}": value for name, value in tangent.fingerprints().items()}
+    out |= {f"a mask of {name}": value for name, value in masks.items()}
+    out["likelihood"] = likelihood.kind
+    out |= {f"likelihood's {key}": str(value.tolist()) for key, value in likelihood.hyperparameters.items()}
+    out["prior"] = f"{type(prior).__name__} per {prior.per}"
+    values = {"precision": prior.precision, "mean": prior.mean_vector()}
+    out |= {f"prior's {key}": value for key, value in tree.fingerprints(values).items()}
+    for what, thing in (("structure", structure), ("factor", factor), ("memory_budget", budget)):
+        out[what] = repr(thing) if type(thing).__repr__ is not object.__repr__ else type(thing).__name__
+    out |= tree.fingerprints({} if generator is None else {"generator": generator.get_state()})
+    return out
