@@ -400,10 +400,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             time.sleep(0.2)
         return path
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, __file__, str(path)], env=env, capture_output=True, text=True, timeout=600)
-    (path / "text").write_text(done.stdout + done.stderr)
-    (path / "text").rename(path / "log")
-    assert done.returncode == 0, done.stderr
+    command, text = [sys.executable, __file__, str(path)], "the sessions did not end"
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        text = done.stdout + done.stderr
+    finally:  # others may be waiting for it
+        (path / "text").write_text(text)
+        (path / "text").rename(path / "log")
+    assert done.returncode == 0, text
     return path
 
 
