@@ -426,6 +426,14 @@ def test_draws_outside_of_a_likelihood_are_left_out_and_said() -> None:
     with pytest.warns(lw.errors.LapwingWarning, match=r"up to 2\.\d % of the draws"):
         assert (prediction.aleatoric > 0).all()
     assert torch.isfinite(prediction.sample(2_000)).all()
+    y = torch.ones(1, 1, dtype=torch.float64)
+    sixth = replace(prediction, cov=torch.tensor([[[0.01, 0.0], [0.0, 0.01]]], dtype=torch.float64))  # are positive
+    a, b = torch.linspace(-0.2, 1.2, 301).double(), torch.linspace(-0.9, -1e-9, 3_001).double()
+    grid = torch.stack(torch.meshgrid(a, b, indexing="ij"), -1).reshape(-1, 2)
+    weight = (-50 * (grid - eta).square().sum(-1)).softmax(0)  # over what is left
+    truth = (weight * prediction.likelihood.log_prob(grid, y.expand(len(grid), 1)).exp()).sum().log()
+    with pytest.warns(lw.errors.LapwingWarning, match="up to 16 % of the draws"):
+        assert abs(float(sixth.log_prob(y)) - float(truth)) < 0.03
     wide = replace(prediction, cov=1e-12 * cov, f_mean=torch.tensor([[0.5, 0.1]], dtype=torch.float64))
     with pytest.raises(lw.errors.InvalidValue, match="no draw"):
         wide.mean  # noqa: B018
