@@ -282,6 +282,9 @@ def faults(rank: int, size: int) -> dict[str, Any]:
     }
     out: dict[str, Any] = {name: told(case) for name, case in cases.items()}
     out["afterwards"] = plain.log_evidence(), fit().log_evidence()
+    dist.destroy_process_group()
+    out["destroyed"] = told(lambda: plain.recentered())
+    out["still"] = plain.predict(x[:2]).covariance
     return out
 
 
@@ -574,6 +577,7 @@ def test_bytes_are_those_of_the_cost_model(folder: Path) -> None:
 
 
 FAULTS = {  # what both ranks are told
+    "destroyed": "the process group of these data was destroyed",
     "cut": "parameter 0.weight is cut over processes",
     "repeats": "DistributedSampler repeats 1 of 23 examples",
     "weights": "rank 1 differs from rank 0 in weights of 0.weight",
@@ -615,6 +619,7 @@ def test_a_group_is_usable_after_an_error(folder: Path) -> None:
     ranks = found(folder, "faults", 2)
     assert_same([rank["afterwards"] for rank in ranks])
     close(*ranks[0]["afterwards"])
+    assert_same([rank["still"] for rank in ranks])
 
 
 def test_a_killed_rank_ends_the_others_with_an_error(folder: Path) -> None:

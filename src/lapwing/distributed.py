@@ -44,6 +44,8 @@ class Ranks:
 
     @property
     def size(self) -> int:
+        if self.group is not None and not dist.is_initialized():
+            raise RankFailed("the process group of these data was destroyed; destroy it after the last pass over them")
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
