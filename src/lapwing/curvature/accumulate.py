@@ -20,10 +20,11 @@ from torch import Tensor
 
 from lapwing import data as loading
 from lapwing import tree
-from lapwing.curvature.checkpoint import Checkpoint, as_checkpoint, identity
+from lapwing.curvature.checkpoint import Checkpoint, Journal, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State, merged
+from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
@@ -95,6 +96,8 @@ class Running:
     n: int = 0
     targets: int = 0
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)  # in the end
+    batches: tuple[Any, ...] = ()
 
     def count(self, y: Tensor, statistics: dict[str, Tensor]) -> None:
         self.n += len(y)
@@ -126,8 +129,7 @@ def accumulate(
     factor = Factor(factor) if isinstance(factor, str) else factor
     generator = generator or torch.Generator().manual_seed(0)
     batches = loading.as_batches(data, sharded=True)
-    ranks = loading.ranks_of(batches)
-    weights = likelihood.curvature_weights(factor.kind)
+    likelihood.curvature_weights(factor.kind)  # raises for a factor that it does not have
     seen = seen or probe(tangent, batches)
     if likelihood.signed and getattr(structure, "form", "") == "auto":
         structure = replace(structure, form="primal")
@@ -145,88 +147,125 @@ def accumulate(
         return structure.streamed(
             tangent, likelihood, batches, generator=generator, progress=progress, seen=seen, checkpoint=place
         )
-    journal = None
-    if place is not None:
-        one = tree.rows_of(seen.inputs, slice(0, 1)) if tangent.separable(seen.inputs) else seen.inputs
-        fit = identity(tangent, likelihood, factor, seen.n, one, generator, basis)
-        journal = place.opened(_pass_names(structure, basis), fit, tangent(one), ranks)
+    one = Pass(structure, tangent, likelihood, batches, factor, generator, progress, seen)
+    journal = None if place is None else one.journal(place, basis)
     if first is not None:
-        if basis is None and journal is not None:
-            empty = State(structure, factor, likelihood.kind, len(weights), tangent, {}, 0, {}, {})
-            basis = journal.basis(empty, ranks)
-        if basis is None:
-            basis = accumulate(
-                first,
-                tangent,
-                likelihood,
-                batches,
-                factor,
-                generator=generator,
-                progress=progress,
-                seen=seen,
-                checkpoint=None if place is None else place.within(),
-            )
-        accumulator = structure.start(tangent, likelihood, factor, seen, basis)
-        if not ranks.agrees(accumulator.basis):  # one rank's eigenvectors need not be another's
-            basis = replace(basis, structure=structure, basis=ranks.lead(accumulator.basis))
-            accumulator = structure.start(tangent, likelihood, factor, seen, basis)
-        del basis  # its memory, before the second pass
-    else:
-        accumulator = structure.start(tangent, likelihood, factor, seen)
-    if journal is not None:
-        journal.begin(generator)
-    own = ranks.own(generator)
-    each = 4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs  # bytes of u, an example
-    size = max(1, getattr(structure, "memory_budget", BUDGET) // 4 // each)
-    with ranks.told(f"the pass of {structure}"):
-        running, label = Running(accumulator), str(structure)
-        if journal is not None:
-            journal.resume(running, own, tangent.device)
-            label += journal.label
-        stream: Iterable[Any] = loading.passes(batches, tangent.device, progress, label)
-        if journal is not None:
-            stream = journal.through(stream, running, own)
-        for x, y in _pieces(tangent, stream, size):
-            loading.check_finite(x, "the inputs")
-            x, y = _heard(tangent, likelihood, x, y, running)
-            if isinstance(y, Tensor) and y.ndim and not len(y):
-                continue
-            f = accumulator.forward(x)
-            _check_outputs(f, y)
-            flat, targets = flat_outputs(f), flat_targets(f, y)
-            likelihood.validate(flat, targets)
-            running.count(y, likelihood.statistics(flat, targets))
-            S = (
-                flat.new_zeros(len(flat), 1, 1)
-                if factor.kind == "hessian"
-                else output_factor(factor, likelihood, flat, targets, own)
-            )
-            u, column = cotangents(factor, S, len(f))
-            u = u.reshape(*u.shape[:2], *f.shape[1:]) if factor.kind != "hessian" else u
-            accumulator.observe(x, y, f, u, column)
-        sums, kept = accumulator.finish()
-    parts = getattr(accumulator, "parts", ())
-    state = State(
-        structure=structure,
-        factor=factor,
-        likelihood=likelihood.kind,
-        weights=len(weights),
-        tangent=tangent,
-        fingerprints=tangent.fingerprints(),
-        n=running.n,
-        statistics=running.statistics,
-        sums=sums,
-        basis=getattr(accumulator, "basis", {}),
-        batches=kept,
-        parts=parts,
-        coverage=structure.coverage(parts, tangent),
-        targets=running.targets,
-    )
-    state = merged(state, ranks)
+        basis = basis if basis is not None or journal is None else journal.basis(one.empty, one.ranks)
+        within = None if place is None else place.within()
+        basis = basis or accumulate(
+            first,
+            tangent,
+            likelihood,
+            batches,
+            factor,
+            generator=generator,
+            progress=progress,
+            seen=seen,
+            checkpoint=within,
+        )
+    accumulator = one.begun(basis)
+    del basis  # its memory, before the pass
+    state = merged(one.state(one.run(accumulator, journal)), one.ranks)
     likelihood.check(state.statistics)
     if journal is not None:
         journal.done()
     return state
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What one pass over the data is made of."""
+
+    structure: Any
+    tangent: TangentModel
+    likelihood: Likelihood
+    batches: Any
+    factor: Factor
+    generator: torch.Generator
+    progress: bool
+    seen: Probe
+
+    @property
+    def ranks(self) -> Ranks:
+        return loading.ranks_of(self.batches)
+
+    @property
+    def empty(self) -> State:
+        """A state of no data."""
+        weights = len(self.likelihood.curvature_weights(self.factor.kind))
+        return State(self.structure, self.factor, self.likelihood.kind, weights, self.tangent, {}, 0, {}, {})
+
+    def journal(self, place: Checkpoint, basis: State | None) -> Journal:
+        tangent, inputs = self.tangent, self.seen.inputs
+        one = tree.rows_of(inputs, slice(0, 1)) if tangent.separable(inputs) else inputs
+        fit = identity(tangent, self.likelihood, self.factor, self.seen.n, one, self.generator, basis)
+        return place.opened(_pass_names(self.structure, basis), fit, tangent(one), self.ranks)
+
+    def begun(self, basis: State | None) -> Any:
+        """An accumulator, in the basis of a first pass where there was one."""
+        start, ranks = (self.tangent, self.likelihood, self.factor, self.seen), self.ranks
+        if basis is None:
+            return self.structure.start(*start)
+        accumulator = self.structure.start(*start, basis)
+        if ranks.agrees(accumulator.basis):
+            return accumulator
+        # one rank's eigenvectors need not be another's
+        shared = replace(basis, structure=self.structure, basis=ranks.lead(accumulator.basis))
+        return self.structure.start(*start, shared)
+
+    def run(self, accumulator: Any, journal: Journal | None) -> Running:
+        """The loop."""
+        seen, ranks, factor, likelihood = self.seen, self.ranks, self.factor, self.likelihood
+        if journal is not None:
+            journal.begin(self.generator)
+        own = ranks.own(self.generator)
+        each = (
+            4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs
+        )  # bytes of u, an example
+        size = max(1, getattr(self.structure, "memory_budget", BUDGET) // 4 // each)
+        with ranks.told(f"the pass of {self.structure}"):
+            running, label = Running(accumulator), str(self.structure)
+            if journal is not None:
+                journal.resume(running, own, self.tangent.device)
+                label += journal.label
+            stream: Iterable[Any] = loading.passes(self.batches, self.tangent.device, self.progress, label)
+            if journal is not None:
+                stream = journal.through(stream, running, own)
+            for x, y in _pieces(self.tangent, stream, size):
+                loading.check_finite(x, "the inputs")
+                x, y = _heard(self.tangent, likelihood, x, y, running)
+                if isinstance(y, Tensor) and y.ndim and not len(y):
+                    continue
+                f = accumulator.forward(x)
+                _check_outputs(f, y)
+                flat, targets = flat_outputs(f), flat_targets(f, y)
+                likelihood.validate(flat, targets)
+                running.count(y, likelihood.statistics(flat, targets))
+                S = (
+                    flat.new_zeros(len(flat), 1, 1)
+                    if factor.kind == "hessian"
+                    else output_factor(factor, likelihood, flat, targets, own)
+                )
+                u, column = cotangents(factor, S, len(f))
+                u = u.reshape(*u.shape[:2], *f.shape[1:]) if factor.kind != "hessian" else u
+                accumulator.observe(x, y, f, u, column)
+            running.sums, running.batches = accumulator.finish()
+        return running
+
+    def state(self, running: Running) -> State:
+        parts = getattr(running.accumulator, "parts", ())
+        return replace(
+            self.empty,
+            fingerprints=self.tangent.fingerprints(),
+            n=running.n,
+            statistics=running.statistics,
+            sums=running.sums,
+            basis=getattr(running.accumulator, "basis", {}),
+            batches=running.batches,
+            parts=parts,
+            coverage=self.structure.coverage(parts, self.tangent),
+            targets=running.targets,
+        )
 
 
 def _pass_names(structure: Any, basis: State | None) -> list[str]:
