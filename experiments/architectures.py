@@ -61,7 +61,14 @@ LABELS = {
 }
 PLACES = {  # of names in the figure, in points from the dot, where (5, 4) would lie on another
     "log_evidence": {"MLP 20-20": (-5, -9)},
-    "log_evidence_true": {},
+    "log_evidence_true": {
+        "MLP 20": (6, 4),
+        "MLP 20-20": (-6, -9),
+        "MLP 20-20-20-20": (-6, 2),
+        "MLP 100": (6, 4),
+        "MLP 100-100": (-6, -9),
+        "MLP 100-100-100-100": (-6, 2),
+    },
     "log_evidence_conditional": {
         "MLP 20-20-20-20": (-6, 2),
         "MLP 20-20": (-6, -8),
