@@ -59,7 +59,8 @@ LABELS = {
     "fit": "training fit",
     "parameters": "most parameters",
 }
-PLACES = {  # of names in the figure, in points from the dot, where (5, 4) would lie on another
+RIGHT = 5, 4  # of names in the figure, in points from the dot
+PLACES = {  # where that would lie on another, with all images
     "log_evidence": {"MLP 20-20": (-5, -9)},
     "log_evidence_true": {
         "MLP 20": (6, 4),
@@ -295,7 +296,10 @@ def draw(records: dict[str, dict[str, Any]]) -> None:
             axis.plot(x, y, "-", color=color, lw=0.8)
             axis.plot(x, y, ".", color=color, ms=4)
             axis.plot(statistics.fmean(x), statistics.fmean(y), "o", color=color)
-            place, shift = (statistics.fmean(x), statistics.fmean(y)), PLACES[by].get(name, (5, 4))
+            place, shift = (
+                (statistics.fmean(x), statistics.fmean(y)),
+                PLACES[by].get(name, RIGHT) if record["images"] == WHOLE else RIGHT,
+            )
             side = "right" if shift[0] < 0 else "left"
             axis.annotate(name, place, xytext=shift, textcoords="offset points", fontsize=7, ha=side)
         title, label = f"{record['images']:,} training images", f"{LABELS[by]}, a training image (nats)"
