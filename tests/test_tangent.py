@@ -882,3 +882,34 @@ def test_a_network_that_mixes_its_batch_is_never_cut(mlp: nn.Module) -> None:
             unit = torch.zeros(5, rows.shape[1]).double()
             unit[i, j] = 1
             torch.testing.assert_close(rows[i, j], tangent.layout.flatten(tangent.vjp(x, unit)))
+
+
+class Padded(nn.Module):
+    """Padding in the embedding, whose weight the head has too: there its row moves."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, 4, padding_idx=-2), nn.Linear(4, 6, bias=False)
+        nn.init.normal_(self.embedding.weight)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(x)).sum(1))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_forward_mode_leaves_padding_where_reverse_mode_does(tied: bool) -> None:
+    torch.manual_seed(1)
+    net, x = Padded(tied).double(), torch.tensor([[4, 1, 0], [4, 4, 2], [3, 5, 4]])
+    tangent = linearize(net)
+    v = torch.randn(2, tangent.layout.size, dtype=torch.float64)
+    rows = tangent.rows(x)  # by reverse mode
+    expected = torch.einsum("ncp,kp->knc", rows, v)
+    assert_close(tangent.jvps(x, v)[1], expected)
+    assert_close(tangent.jvp(x, tangent.layout.unflatten(v[0])), expected[0])
+    pushed, pulled = tangent.through(x, v[0], lambda f, jv: jv)
+    assert_close(pushed, expected[0])
+    assert_close(pulled, torch.einsum("ncp,nc->p", rows, expected[0]))
+    out = torch.autograd.grad(net(x)[0, 1], net.embedding.weight)[0]
+    assert_close(tangent.layout.unflatten(rows[0, 1])["embedding.weight"], out)

@@ -60,6 +60,23 @@ class ComposedEmbeddingBag(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class ConstantPadding(TorchFunctionMode):
+    """Holds the row of an embedding's padding_idx in place. Reverse mode gives it no gradient; forward mode would move
+    it, and J v would not be the transpose of Jᵀ u."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (padded_embedding if func is F.embedding else func)(*args, **(kwargs or {}))
+
+
+def padded_embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    out = F.embedding(input, weight, padding_idx, *args, **kwargs)
+    if padding_idx is None:
+        return out
+    return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), out.detach(), out)
+
+
 def composed_embedding_bag(
     input: Tensor,
     weight: Tensor,

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from lapwing import tree
 from lapwing.errors import InvalidValue, LapwingWarning
-from lapwing.tangent.kernels import forward_mode_missing, plain_kernels
+from lapwing.tangent.kernels import ConstantPadding, forward_mode_missing, plain_kernels
 from lapwing.tangent.subset import Forward, Swapped, select
 from lapwing.tree import Layout
 
@@ -118,7 +118,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     for module, _, _ in hooked:
         module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
     try:
-        with _uncompiled(model):
+        with _uncompiled(model), _padded(model):
             yield
     finally:
         for module in training:
@@ -129,6 +129,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.sparse, module.scale_grad_by_freq = sparse, scaled
         for module, weights, refs in flat:  # recurrent layers remember the weights of their last pass
             module._flat_weights, module._flat_weight_refs = weights, refs
+
+
+def _padded(model: nn.Module) -> AbstractContextManager[Any]:
+    padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in model.modules())
+    return ConstantPadding() if padded else nullcontext()
 
 
 def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
