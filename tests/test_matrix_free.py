@@ -312,6 +312,13 @@ def test_minibatches_lead_to_the_samples_of_cg(name: str) -> None:
     assert "sgd" in repr(rough.solve)
 
 
+def test_minibatches_solve_before_any_pass_was_made() -> None:
+    full, rough = fits("regression", prior=10.0, solver="sgd", preconditioner="none", tolerance=1e-2)
+    b = double(2, full.state.layout.size, seed=3)
+    found, expected = linalg.solve(precision_of(rough), b), linalg.solve(full.posterior.precision, b)
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+
+
 def test_sgd_minimizes_its_quadratic() -> None:
     R = double(40, 7, seed=0)
     K = R.mT @ R + torch.eye(7, dtype=torch.float64)

@@ -70,7 +70,10 @@ class DataRoot:
 
     @property
     def batches(self) -> int:
-        """In a pass, on the rank that has most; known once one was made."""
+        """In a pass, on the rank that has most; counted by one without the network, if none was made."""
+        if not self.counter["batches"]:
+            for _ in self._each():
+                pass
         return self.ranks.most(self.counter["batches"], "batches of a pass")
 
     def __add__(self, other: DataRoot) -> DataRoot:
