@@ -17,6 +17,7 @@ from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
 import lapwing as lw
+from lapwing.likelihoods import Poisson
 from lapwing.predictive import nodes
 
 SEEDS = (0, 1)
@@ -33,33 +34,7 @@ def gaussian_outputs(seed: int, n: int = 4, c: int = 2, scale: float = 0.6) -> t
 
 
 @dataclass(frozen=True)
-class Counts(lw.likelihoods.Likelihood):
-    """y ~ Poisson(exp f)."""
-
-    elementwise: ClassVar[bool] = True
-    counts: ClassVar[bool] = True
-
-    def validate(self, f: Tensor, y: Tensor) -> None:
-        pass
-
-    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(-1)
-
-    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
-        return torch.poisson(f.exp(), generator=generator)
-
-    def mean(self, f: Tensor) -> Tensor:
-        return f.exp()
-
-    def variance(self, f: Tensor) -> Tensor:
-        return f.exp()
-
-    def cdf(self, f: Tensor, y: Tensor) -> Tensor | None:
-        return torch.special.gammaincc(y.floor() + 1, f.exp())
-
-
-@dataclass(frozen=True)
-class Silent(Counts):
+class Silent(Poisson):
     """Without its distribution function."""
 
     def cdf(self, f: Tensor, y: Tensor) -> Tensor | None:
@@ -67,10 +42,13 @@ class Silent(Counts):
 
 
 @dataclass(frozen=True)
-class Logistic(Counts):
+class Logistic(Poisson):
     """y = f + logistic noise: real, not Gaussian."""
 
     counts: ClassVar[bool] = False
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        pass
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return (nn.functional.logsigmoid(y - f) + nn.functional.logsigmoid(f - y)).sum(-1)
@@ -108,7 +86,7 @@ def test_moments_of_counts_are_those_of_the_log_normal_rate() -> None:
     for seed in SEEDS:
         mean, cov = gaussian_outputs(seed)
         var = cov.diagonal(dim1=-2, dim2=-1)
-        prediction = lw.Prediction(Counts(), mean, cov)
+        prediction = lw.Prediction(Poisson(), mean, cov)
         rate = torch.exp(mean + 0.5 * var)
         close(prediction.mean, rate)
         close(prediction.aleatoric, rate)
@@ -126,7 +104,7 @@ def poisson_below(y: float, mean: Tensor, var: Tensor) -> float:
 def test_the_quantile_of_counts_is_the_least_integer_with_enough_below(q: float) -> None:
     for seed in SEEDS:
         mean, cov = gaussian_outputs(seed, scale=1.0)
-        found = lw.Prediction(Counts(), mean + 1.0, cov).quantile(q)
+        found = lw.Prediction(Poisson(), mean + 1.0, cov).quantile(q)
         assert torch.equal(found, found.round())
         for i, j in [(i, j) for i in range(4) for j in range(2)]:
             y, f = float(found[i, j]), (mean[i, j] + 1.0, cov[i, j, j])
@@ -168,14 +146,14 @@ def test_quantiles_of_gaussian_draws_are_those_of_their_mixture() -> None:
 
 def test_without_a_distribution_function_quantiles_are_those_of_draws() -> None:
     mean, cov = gaussian_outputs(0)
-    known, silent = (lw.Prediction(likelihood, mean, cov) for likelihood in (Counts(), Silent()))
+    known, silent = (lw.Prediction(likelihood, mean, cov) for likelihood in (Poisson(), Silent()))
     for q in (0.1, 0.5, 0.9):
         assert (known.quantile(q) - silent.quantile(q)).abs().max() <= 1
     with pytest.raises(lw.errors.Unsupported, match="cdf"):
         silent.cdf(mean)
 
 
-@pytest.mark.parametrize("likelihood", [Counts(), Logistic(), lw.likelihoods.Gaussian(0.5)], ids=lambda l: l.name)
+@pytest.mark.parametrize("likelihood", [Poisson(), Logistic(), lw.likelihoods.Gaussian(0.5)], ids=lambda l: l.name)
 def test_the_interval_covers_what_it_says(likelihood: Any) -> None:
     mean, cov = gaussian_outputs(3, scale=1.5)
     prediction = lw.Prediction(likelihood, mean, cov)
@@ -191,7 +169,7 @@ def test_the_interval_covers_what_it_says(likelihood: Any) -> None:
 
 def test_nonsense_is_refused() -> None:
     mean, cov = gaussian_outputs(0)
-    prediction = lw.Prediction(Counts(), mean, cov)
+    prediction = lw.Prediction(Poisson(), mean, cov)
     for level in (0.0, 1.0, math.nan):
         with pytest.raises(lw.errors.InvalidValue, match="level"):
             prediction.interval(level)
@@ -200,7 +178,7 @@ def test_nonsense_is_refused() -> None:
     with pytest.raises(lw.errors.Unsupported, match="classes"):
         lw.Prediction(lw.likelihoods.Categorical(), mean, cov).cdf(mean)
     with pytest.raises(lw.errors.Unsupported, match="it has 'auto' and 'monte_carlo'"):
-        lw.Prediction(Counts(), mean, cov, "probit")
+        lw.Prediction(Poisson(), mean, cov, "probit")
 
 
 def test_a_narrow_likelihood_under_a_wide_posterior_is_resolved() -> None:
@@ -222,7 +200,7 @@ def test_a_narrow_likelihood_under_a_wide_posterior_is_resolved() -> None:
 def test_log_prob_of_one_count_is_its_integral() -> None:
     mean, cov = gaussian_outputs(1, c=1)
     y = torch.tensor([[0.0], [1.0], [7.0], [2.0]], dtype=torch.float64)
-    found = lw.Prediction(Counts(), mean, cov).log_prob(y)
+    found = lw.Prediction(Poisson(), mean, cov).log_prob(y)
     for i in range(4):
         y_i = float(y[i])
         truth = on_a_grid(float(mean[i]), float(cov[i]), lambda f, y_i=y_i: stats.poisson.pmf(y_i, f.exp().numpy()))
