@@ -483,7 +483,10 @@ def ella(problem: Problem) -> dict[str, Answers]:
     spent = {"fit": fitted, "predict": taken}
     about = {"share": share}
     found = settled(problem.logits, (both[0], both[1]), "monte_carlo", settings=CHOICES, cost=spent, about=about)
-    return {"labels:monte_carlo": found}
+    # how much the curvature counts, by labels: the source's way is to stop its sum over the data early
+    cov, pairs = tempered({"one": (both[0][0], both[1][0])}, {"one": CHOICES[0]})
+    part_of = settled(problem.logits, cov, "monte_carlo", settings=pairs, cost=spent, about=about)
+    return {"labels:monte_carlo": found, "labels_temperature:monte_carlo": part_of}
 
 
 def samples_fit(problem: Problem) -> tuple[tuple[Tensor, dict[str, Any]], float]:
