@@ -15,8 +15,8 @@ One network for all, y | x ~ N(μ, s²): one hidden layer of 50 units (tanh), tw
 
 M. Seitzer et al. On the pitfalls of heteroscedastic uncertainty estimation with probabilistic neural nets. ICLR 2022.
 A. Stirn et al. Faithful heteroscedastic regression with neural networks. AISTATS 2023.
-Writes `results/heteroscedastic.json` (another run adds splits that it lacks), `docs/figures/heteroscedastic.png` and the
-tables of `docs/heteroscedastic.md`.
+Writes `results/heteroscedastic.json` (another run adds the splits that it lacks), `docs/figures/heteroscedastic.png`
+and the tables of `docs/heteroscedastic.md`.
 """
 
 from __future__ import annotations
