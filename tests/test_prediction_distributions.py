@@ -454,3 +454,19 @@ def test_a_slice_of_a_prediction_is_the_prediction_at_those_inputs(joint: bool) 
     close(drawn[2:5].f_var, drawn.f_var[2:5])
     with pytest.raises(lw.errors.InvalidValue, match="slice"):
         part[0]
+
+
+def test_means_that_the_likelihood_cannot_take_are_left_to_draws() -> None:
+    """A tangent model can have η₂ ≥ 0 where the network has not."""
+    likelihood = lw.likelihoods.HeteroscedasticGaussian()
+    mean = torch.tensor([[0.2, -0.6], [0.3, 0.1]], dtype=torch.float64)
+    cov = torch.diag_embed(torch.tensor([[0.01, 0.01], [0.04, 0.09]], dtype=torch.float64))
+    y = torch.tensor([[0.4], [-0.5]], dtype=torch.float64)
+    with pytest.raises(lw.errors.InvalidValue, match=r"1 of 2 mean outputs are outside .* use mean='network'"):
+        lw.Prediction(likelihood, mean, cov)
+    with pytest.warns(lw.errors.LapwingWarning, match="are left out"):
+        found = lw.Prediction(likelihood, mean, cov, link="monte_carlo").log_prob(y)
+    draws = MultivariateNormal(mean, cov).sample((200_000,))
+    inside = draws[:, 1, 1] < 0
+    p = likelihood.log_prob(draws[inside], y.expand(int(inside.sum()), 2, 1))[:, 1].exp()
+    assert_close(found[1].exp(), p.mean(), rtol=0.02, atol=0.0)

@@ -208,8 +208,8 @@ def _sampling(sampler: Any) -> Iterator[Finding]:
         yield Finding("warning", "loader", message)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         message = (
-            f"DistributedSampler gives one of {sampler.num_replicas} shards: fit on every rank with process_group='world', "
-            "and on shards without padding, which repeats examples"
+            f"DistributedSampler gives one of {sampler.num_replicas} shards: fit on every rank, with "
+            "process_group='world', and on shards without padding, which repeats examples"
         )
         yield Finding("note", "loader", message)
 

@@ -48,7 +48,15 @@ class Prediction:
         if self.link not in LINKS:
             raise InvalidValue(f"link must be one of {LINKS}, got {self.link!r}")
         if self.outputs is None:
-            resolve(self.likelihood, self.link)  # raise for a pair that has no rule now, not when the mean is read
+            # raise now, not when the mean is read, for a pair that has no rule, and for means that have no y
+            drawn = resolve(self.likelihood, self.link) == "monte_carlo"
+            inside = self.likelihood.inside(self.f_mean)
+            if not drawn and not bool(inside.all()):
+                raise InvalidValue(
+                    f"{int((~inside).sum())} of {inside.numel()} mean outputs are outside of what "
+                    f"{self.likelihood.name} can take: the tangent model has left it there; use mean='network', or "
+                    "link='monte_carlo', which leaves such draws out"
+                )
 
     def __getitem__(self, index: slice) -> Prediction:
         """The prediction at some of its inputs."""
@@ -218,7 +226,7 @@ class Prediction:
         """log p(y) of each input, (n, ...); of all inputs together, 0-dim, if the prediction is joint."""
         y = y.to(self.f_mean.device)
         targets = flat_targets(self.f_mean, y)
-        self.likelihood.validate(flat_outputs(self.f_mean), targets)
+        self.likelihood.validate(self._means_inside(), targets)
         if self.gaussian:
             return normal.log_prob(self.likelihood, self.f_mean, self.covariance, self.joint, y)
         if self.joint:
@@ -296,6 +304,12 @@ class Prediction:
         root = psd_root(self.covariance.to(torch.float64).reshape(*shape, dims, dims))
         draws = (root @ noise.unsqueeze(-1)).squeeze(-1)
         return self.f_mean + draws.reshape(len(noise), *self.f_mean.shape).to(self.f_mean)
+
+    def _means_inside(self) -> Tensor:
+        """Mean outputs (N, c), to hold targets to; any that the likelihood cannot take gives way to one that it can."""
+        f = flat_outputs(self.f_mean)
+        inside = self.likelihood.inside(f)
+        return torch.where(inside.unsqueeze(-1), f, f[inside][:1]) if bool(inside.any()) else f
 
     def _inside(self, f: Tensor, generator: torch.Generator) -> Tensor:
         """Draws of f with those that the likelihood cannot take drawn again."""
