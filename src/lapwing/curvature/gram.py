@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-PANEL = 512  # columns multiplied at a time
+PANEL = 256  # columns multiplied at a time
 
 
 def add_gram(total: Tensor, rows: Tensor) -> None:
