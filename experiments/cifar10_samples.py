@@ -121,5 +121,5 @@ def at_tangent(root: HeldRoot, start: float, state: Any, few: Any, share: float,
         path.append(value)
         print(f"  tangent: precision {value:.4g}, residual {center.residual:.2g}, {jacobian.passes} passes", flush=True)
         if abs(math.log(value / before)) < 0.05 and center.residual < 0.05:
-            break
-    return {"precision": value, "path": path, "residual": center.residual, "passes": jacobian.passes}
+            return {"precision": value, "path": path, "residual": center.residual, "passes": jacobian.passes}
+    raise lw.errors.NotConverged(f"the tangent evidence's precision did not settle in {steps} steps: {path}")

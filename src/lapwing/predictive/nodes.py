@@ -22,11 +22,8 @@ from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.likelihoods import Likelihood
 from lapwing.predictive.link import DRAWS, psd_root, quasi_normal
 
-REACH, STEPS, MOST = (
-    12,
-    16,
-    1024,
-)  # the line ends at ±REACH standard deviations, and has from STEPS to MOST nodes in one
+REACH = 12  # standard deviations at which the line ends
+STEPS, MOST = 16, 1024  # nodes of the line in one standard deviation, at the least and at the most
 
 
 @dataclass(frozen=True, eq=False)
