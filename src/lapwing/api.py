@@ -236,8 +236,7 @@ class Laplace:
     def _placed_without(self, state: State) -> Any:
         """The prior after a removal; a g-prior needs each weight's second moment, and rounding is none."""
         if isinstance(self.prior, priors.GPrior):
-            ones = torch.ones(state.weights, dtype=torch.float64, device=self.tangent.device)
-            before, left = (linalg.diagonal(s.structure.operator(s, ones)) for s in (self.state, state))
+            before, left = (linalg.diagonal(s.structure.operator(s, s.unit_weights)) for s in (self.state, state))
             lost = curvature.vanished(before, left, state)
             if lost:
                 raise InvalidValue(

@@ -33,7 +33,12 @@ def log_det_ratio(state: State, prior: Any, likelihood: Any) -> Tensor:
 
 def scatter(state: State, prior: Any, center: Center | None = None) -> Tensor:
     """‖v̄_g − m_g‖² for each prior group, (g,); v̄ is the trained weights unless a center is given."""
-    return prior.scatter(state.tangent.theta if center is None else center.vector)
+    if center is not None:
+        return prior.scatter(center.vector)
+    kept = state.cache.get("scatter")
+    if kept is None or kept[0] is not prior.cache:  # one for each grouping, whatever the precisions
+        kept = state.cache["scatter"] = prior.cache, prior.scatter(state.tangent.theta)
+    return kept[1]
 
 
 @dataclass(frozen=True, eq=False)

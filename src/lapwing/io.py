@@ -42,6 +42,7 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "factor": {"kind": state.factor.kind, "samples": state.factor.samples},
         "likelihood": state.likelihood,
         "weights": state.weights,
+        "paired": state.paired,
         "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
         "n": state.n,
         "targets": state.targets,
@@ -81,6 +82,7 @@ def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: Ta
         parts=tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in header["parts"]),
         coverage=header["coverage"],
         targets=header.get("targets"),
+        paired=header.get("paired", False),
         lost=header.get("lost", 0.0),
     )
 

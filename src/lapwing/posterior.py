@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature import Part, State
-from lapwing.errors import LapwingWarning, Unsupported
+from lapwing.errors import LapwingWarning
 from lapwing.operators import Streamed, linalg
 from lapwing.tree import Layout
 
@@ -54,12 +54,9 @@ def placed(prior: Any, state: State) -> Any:
     """The prior at this state: one that looks at the curvature (the g-prior) sees it, at unit noise; others stay."""
     if not hasattr(prior, "at"):
         return prior
-    if "correlatedgaussian" in state.likelihood:
-        raise Unsupported("the g-prior takes the curvature at unit noise, and correlated noise has none by columns")
     with torch.no_grad():
-        ones = torch.ones(state.weights, dtype=torch.float64, device=state.tangent.device)
         eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
-        out = prior.at(state.structure.operator(state, ones), state.tangent.theta, eps)
+        out = prior.at(state.structure.operator(state, state.unit_weights), state.tangent.theta, eps)
     dropped = out.counts_dropped()
     if dropped and "dropped" not in state.cache:
         state.cache["dropped"] = True  # said once

@@ -25,7 +25,7 @@ from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State, merged
 from lapwing.distributed import Ranks
-from lapwing.errors import InvalidValue, Unsupported
+from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
@@ -53,7 +53,7 @@ class Structure(Protocol):
         ...
 
     def operator(self, state: State, weights: Tensor) -> Any:
-        """Σ_g w_g G_g as an operator, without the prior. One that adds them up, whatever their signs, has `linear`."""
+        """Σ_g w_g G_g as an operator, without the prior. Where `state.paired`, weights have both signs."""
         ...
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
@@ -131,14 +131,7 @@ def accumulate(
     batches = loading.as_batches(data, sharded=True)
     likelihood.curvature_weights(factor.kind)  # raises for a factor that it does not have
     seen = seen or probe(tangent, batches)
-    if likelihood.signed and getattr(structure, "form", "") == "auto":
-        structure = replace(structure, form="primal")
     structure = structure.resolved(seen, factor)
-    if likelihood.signed and not getattr(structure, "linear", False):
-        raise Unsupported(
-            f"{likelihood.name} has curvature weights of both signs, of which {structure} would take roots; use "
-            "structure='kron', 'ekfac', 'block', 'diag' or lw.curvature.Full('primal')"
-        )
     first = getattr(structure, "first", None)
     if first is None and basis is not None:
         raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
@@ -193,7 +186,8 @@ class Pass:
     def empty(self) -> State:
         """A state of no data."""
         weights = len(self.likelihood.curvature_weights(self.factor.kind))
-        return State(self.structure, self.factor, self.likelihood.kind, weights, self.tangent, {}, 0, {}, {})
+        kind, paired = self.likelihood.kind, self.likelihood.paired
+        return State(self.structure, self.factor, kind, weights, self.tangent, {}, 0, {}, {}, paired=paired)
 
     def journal(self, place: Checkpoint, basis: State | None) -> Journal:
         tangent, inputs = self.tangent, self.seen.inputs

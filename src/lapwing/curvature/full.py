@@ -24,8 +24,8 @@ from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.curvature.state import State
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods import Likelihood
-from lapwing.operators import Dense, Diagonal, OuterRows, RootPlusDiagonal
+from lapwing.likelihoods import Likelihood, polarization
+from lapwing.operators import Dense, Diagonal, Mixed, OuterRows, RootPlusDiagonal
 from lapwing.tangent import TangentModel
 
 ROWS = 2048  # rows gathered before they are multiplied
@@ -39,10 +39,6 @@ class Full:
     def __post_init__(self) -> None:
         if self.form not in ("auto", "primal", "dual"):
             raise InvalidValue(f"form must be 'auto', 'primal' or 'dual', got {self.form!r}")
-
-    @property
-    def linear(self) -> bool:
-        return self.form == "primal"
 
     def __str__(self) -> str:
         return "full" if self.form == "auto" else f"full ({self.form})"
@@ -69,7 +65,7 @@ class Full:
         if factor.kind == "hessian":
             return HessianSum(tangent, likelihood, groups)
         return (
-            DualRows(tangent)
+            DualRows(tangent, likelihood.paired)
             if self.form == "dual"
             else GramSum(tangent, cover(tangent, probe.inputs), groups, self.memory_budget)
         )
@@ -81,13 +77,7 @@ class Full:
             if len(weights) == 1:
                 return Dense(gram[0], weights[0], psd=psd, cache=state.cache)
             return Dense(torch.einsum("g,gab->ab", weights, gram), psd=psd)
-        index = _row_weights(state, len(weights)).to(weights.device)
-        m = sum(u.shape[0] * u.shape[1] for _, u in state.batches)
-        return RootPlusDiagonal(
-            self._rows(state),
-            Diagonal(weights, m, None if len(weights) == 1 else index),
-            cache=state.cache,
-        )
+        return RootPlusDiagonal(self._rows(state), _row_weights(state, weights), cache=state.cache)
 
     def _rows(self, state: State) -> StreamedRows:
         if "rows" not in state.cache:
@@ -102,10 +92,17 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _row_weights(state: State, groups: int) -> Tensor:
-    """Which curvature weight each row has, (m,): with one a column, that column."""
-    parts = [torch.arange(u.shape[1]).remainder(groups).expand(u.shape[0], -1) for _, u in state.batches]
-    return torch.cat([part.reshape(-1) for part in parts])
+def _row_weights(state: State, weights: Tensor) -> Diagonal | Mixed:
+    """W (m, m): one weight for all rows, or one a column; with weights of pairs the matrix that they are of, for the rows
+    of one position."""
+    m = sum(u.shape[0] * u.shape[1] for _, u in state.batches)
+    if state.paired:
+        root = torch.linalg.cholesky(polarization.matrix_of(weights))
+        return Mixed(root, m // len(root))
+    if len(weights) == 1:
+        return Diagonal(weights, m)
+    parts = [torch.arange(u.shape[1]).remainder(len(weights)).expand(u.shape[0], -1) for _, u in state.batches]
+    return Diagonal(weights, m, torch.cat([part.reshape(-1) for part in parts]).to(weights.device))
 
 
 class GramSum:
@@ -168,18 +165,20 @@ class GramSum:
 
 
 class DualRows:
-    """Keeps inputs and cotangents; the rows are made when the operator asks."""
+    """Keeps inputs and cotangents; the rows are made when the operator asks. Of columns of pairs, which are sums of
+    those of single outputs, none are kept."""
 
     mutable = ("batches",)
 
-    def __init__(self, tangent: TangentModel) -> None:
-        self.tangent = tangent
+    def __init__(self, tangent: TangentModel, paired: bool) -> None:
+        self.tangent, self.paired = tangent, paired
         self.batches: list[tuple[Any, Tensor]] = []
 
     def forward(self, x: Any) -> Tensor:
         return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        u = u[:, column < f.shape[-1]] if self.paired else u
         kept = tree.map_tensors(lambda t: t.detach().clone(), x)
         self.batches.append((kept, u.to(f).contiguous()))
 

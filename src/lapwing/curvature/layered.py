@@ -38,7 +38,6 @@ SIDE = 8192  # of a Kronecker factor; a layer with a longer one (a head over a v
 class Layered:
     """What the three structures share."""
 
-    linear: ClassVar[bool] = True
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def kind_of(self, part: Part) -> str:

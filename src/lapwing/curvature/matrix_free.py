@@ -30,7 +30,7 @@ from lapwing.curvature.products import carry, pieces
 from lapwing.curvature.state import State, differing
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods import Likelihood, polarization
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import Plan, Streamed
 from lapwing.operators.streamed import Product
@@ -159,7 +159,8 @@ class DataRoot:
     @torch.inference_mode(False)
     @torch.no_grad()
     def noise(self, k: int, generator: torch.Generator) -> Tensor:
-        """Σ_n J_nᵀ S_n e_n for standard normal e, by weight: (h, k, p)."""
+        """Σ_n J_nᵀ s_n e_n for the columns s of S_n, each with the standard normal numbers e_n that `amplitudes` tell,
+        (h, k, p)."""
         total = torch.zeros(self.weights, k, self.size, dtype=torch.float64, device=self.tangent.device)
         watch, own = _Watch(self), self.ranks.own(generator)
         with self.ranks.told("the noise of the data"):
@@ -173,10 +174,25 @@ class DataRoot:
                 else:
                     root = self.likelihood.curvature_root(flat, rows)
                     e = torch.randn((k, *root[:, 0].shape), generator=own, dtype=root.dtype, device=own.device)
-                    u = [root[..., h] * e[..., h : h + 1].to(root) for h in range(self.weights)]
+                    u = [root[..., a] * e[..., b, None].to(root) for a, b in zip(*self._families, strict=True)]
                 for into, one in zip(total, u, strict=True):
                     into += self.tangent.vjps(x, one.reshape(k, *f.shape))
         return watch.check(total)[0]
+
+    @property
+    def _families(self) -> tuple[list[int], list[int]]:
+        """Columns of S, and of the noise, that families of it are made of."""
+        if not self.likelihood.paired:
+            return list(range(self.weights)), list(range(self.weights))
+        a, b = torch.tril_indices(*[polarization.outputs(self.weights)] * 2).tolist()
+        return a, b
+
+    def amplitudes(self, weights: Tensor) -> Tensor:
+        """t (h,) such that Σ_h t_h noise_h has the covariance Σ_h w_h G_h: √w; for a matrix Π = L Lᵀ of pairs L itself,
+        as Σ_ab L_ab J_aᵀ e_b = Jᵀ L e."""
+        if not self.likelihood.paired:
+            return weights.sqrt()
+        return torch.linalg.cholesky(polarization.matrix_of(weights))[self._families]
 
     def diagonal(self) -> Tensor:
         """diag G_h exactly, by a pass with as many cotangents as there are outputs, (h, p)."""
@@ -417,7 +433,6 @@ def source(
     state: State, likelihood: Likelihood, weights: int, batches: Iterable[Any], memory_budget: int = BUDGET
 ) -> DataRoot:
     """Products over the data of a state."""
-    unit = likelihood.replace(**{k: torch.ones_like(v) for k, v in likelihood.hyperparameters.items()})
     return DataRoot(
-        state.tangent, unit, batches, state.n, state.targets, dict(state.statistics), weights, memory_budget
+        state.tangent, likelihood.unit, batches, state.n, state.targets, dict(state.statistics), weights, memory_budget
     )

@@ -21,6 +21,7 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.parts import Part
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
+from lapwing.likelihoods import polarization
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 
@@ -44,12 +45,19 @@ class State:
     coverage: dict[str, str] = field(default_factory=dict)
     source: Any = None  # of products over the data, for the matrix-free form only; never saved
     targets: int | None = None  # a digest of what was fitted to, in any order; None where it is not known
+    paired: bool = False  # whether those weights are of outputs and of pairs of them (likelihoods/polarization.py)
     lost: float = 0.0  # decimal digits that cancelled when data were taken out, at the most
     cache: dict[Any, Any] = field(default_factory=dict)  # factorizations, made on demand
 
     @property
     def layout(self) -> Layout:
         return self.tangent.layout
+
+    @property
+    def unit_weights(self) -> Tensor:
+        """The curvature weights of unit noise, (h,)."""
+        ones = torch.ones(self.weights, dtype=torch.float64, device=self.tangent.device)
+        return polarization.weights_of(torch.eye(polarization.outputs(self.weights)).to(ones)) if self.paired else ones
 
     @property
     def holds_data(self) -> bool:

@@ -223,6 +223,7 @@ def _primal(problem: Problem, rates: Rates) -> Need:
 def _dual(problem: Problem, rates: Rates) -> Need:
     """Layers without shared positions need no columns of the rows: ⟨g ⊗ a, g' ⊗ a'⟩ = ⟨g, g'⟩⟨a, a'⟩."""
     n, k, p = problem.n, problem.columns, problem.size
+    k = problem.outputs if problem.likelihood.paired else k  # columns of pairs are not kept
     m, new = n * k, trial.THOUSAND * problem.outputs
     paired = [part for part in problem.parts if problem.paired(part)]
     sides = sum(part.shape[1] + part.shape[2] for part in paired)

@@ -80,13 +80,12 @@ def gain(tangent: TangentModel, likelihood: Likelihood, found: Slope, decay: flo
     step = 1e-3 * float(theta.norm()) / max(float(r.norm()), torch.finfo(torch.float64).tiny)
     moved = tangent.layout.unflatten((theta + step * r).to(tangent.dtype))
     bend, examples = decay * float(r @ r), sum(len(y) for _, y in found.parts[1])
-    weights = likelihood.curvature_weights("exact")
     for x, y in found.parts[1]:
         with torch.no_grad(), evaluating(tangent.model), plain_kernels():
             raw, other = (tangent.apply(p, x) for p in (tangent.params, moved))
         f, away, targets = flat_outputs(raw).double(), flat_outputs(other).double(), flat_targets(raw, y)
-        turned = likelihood.score(f, targets) - likelihood.score(away, targets)  # Λ (away − f), to first order
-        bend += float(((away - f) * turned * weights.to(f)).sum()) / (step**2 * examples)
+        turned = likelihood.gradient(f, targets) - likelihood.gradient(away, targets)  # Λ (away − f), to first order
+        bend += float(((away - f) * turned).sum()) / (step**2 * examples)
     return rise**2 / (2 * bend) if rise > 0 and bend > 0 else 0.0
 
 

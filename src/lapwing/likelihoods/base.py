@@ -30,7 +30,7 @@ class Likelihood:
     outcome: ClassVar[str] = ""  # what y is, where other likelihoods have densities of the same
     concave: ClassVar[bool] = True  # in f, for every y: what the tangent MAP needs
     event: ClassVar[int] = 1  # dimensions of y that belong to one row of f: 0 where y is a label
-    signed: ClassVar[bool] = False  # curvature weights may be negative, so that columns have no roots of their own
+    paired: ClassVar[bool] = False  # curvature weights are of outputs and of pairs of them, of both signs: polarization.py
     quadratic: ClassVar[bool] = False  # in f: the curvature is the same at every f
     response: ClassVar[str] = ""  # how E[y|f] comes from f: "identity", "softmax", "sigmoid", or "" for any other way
     classes: ClassVar[bool] = False  # y is a class, and E[y|f] are probabilities
@@ -65,6 +65,11 @@ class Likelihood:
     def plain(self) -> Likelihood:
         """The likelihood of new targets, where those of the fit were weighted or smoothed."""
         return self
+
+    @property
+    def unit(self) -> Any:
+        """The same at unit scale."""
+        return self.replace(**{name: torch.ones_like(v) for name, v in self.hyperparameters.items()})
 
     def replace(self, **hyperparameters: Any) -> Any:
         return replace(self, **hyperparameters)
@@ -176,7 +181,7 @@ class Likelihood:
 
     def sampled_scores(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator) -> Tensor:
         """k scores at targets drawn from p(y | f) at unit scale, over √k: E[S Sᵀ] is the Fisher's, (n, c, k)."""
-        unit = self.replace(**{name: torch.ones_like(v) for name, v in self.hyperparameters.items()})
+        unit = self.unit
         return torch.stack([unit.score(f, unit.sample(f, generator)) for _ in range(k)], -1) / k**0.5
 
     def unit_log_prob(self, f: Tensor, y: Tensor) -> Tensor:

@@ -1,11 +1,8 @@
 """Gaussian noise with a full covariance over the outputs: y ~ N(f, R), `covariance` R (c, c) learnt by the evidence.
 
-−∂²_f log p = Π = R⁻¹ is linear in Π, and by polarization a sum of fixed columns with weights that may be negative:
-
-    Π = Σ_a (Π_aa − Σ_{b≠a} Π_ab) e_a e_aᵀ + Σ_{a<b} Π_ab (e_a + e_b)(e_a + e_b)ᵀ,      k = c(c + 1)/2
-
-so curvature is kept apart by column, as for noise per output, and R is tuned without a pass. At a stationary point of
-the evidence (Eq. 7, for matrices)
+−∂²_f log p = Π = R⁻¹ is linear in Π, and by polarization a sum of fixed columns with weights that may be negative
+(`polarization.py`), so curvature is kept apart by column, as for noise per output, and R is tuned without a pass. At a
+stationary point of the evidence (Eq. 7, for matrices)
 
     N R = Σ_n r_n r_nᵀ + Σ_n J_n (G + A)⁻¹ J_nᵀ,      r = y − f,
 
@@ -22,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
+from lapwing.likelihoods import polarization
 from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
 
 LOW, HIGH = 1e-6, 1e3  # standard deviations, of those of the targets
@@ -33,7 +31,7 @@ class CorrelatedGaussian(Likelihood):
     quadratic: ClassVar[bool] = True
     response: ClassVar[str] = "identity"
     normal: ClassVar[bool] = True
-    signed: ClassVar[bool] = True
+    paired: ClassVar[bool] = True
     covariance: Tensor  # R (c, c), positive definite
 
     def __post_init__(self) -> None:
@@ -53,6 +51,10 @@ class CorrelatedGaussian(Likelihood):
     @property
     def factors(self) -> tuple[str, ...]:
         return ("exact",)
+
+    @property
+    def unit(self) -> CorrelatedGaussian:
+        return self.replace(covariance=torch.eye(len(self.covariance), device=self.covariance.device))
 
     def columns(self, outputs: int) -> int:
         return outputs * (outputs + 1) // 2
@@ -91,23 +93,18 @@ class CorrelatedGaussian(Likelihood):
         return self.score(f, y) @ self.precision.to(f)
 
     def hessian_root(self, f: Tensor) -> Tensor:
-        eye = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
-        a, b = _pairs(f.shape[-1])
-        return torch.cat([eye, eye[:, a] + eye[:, b]], -1).expand(*f.shape[:-1], -1, -1)
+        return polarization.columns(f.shape[-1]).to(f).expand(*f.shape[:-1], -1, -1)
 
     def scaled_root(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.linalg.cholesky(self.precision).to(f).expand(*f.shape, f.shape[-1])
 
     def unit_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        residual, (a, b) = y.to(f) - f, _pairs(f.shape[-1])
-        return -0.5 * torch.cat([residual, residual[..., a] + residual[..., b]], -1).square()
+        return -0.5 * ((y.to(f) - f) @ polarization.columns(f.shape[-1]).to(f)).square()
 
     def curvature_weights(self, factor: str = "exact") -> Tensor:
         if factor not in ("exact", "hessian"):
             raise Unsupported(f"factor='{factor}' mixes the outputs, so their covariance cannot be learnt; use 'exact'")
-        P = self.precision
-        a, b = _pairs(len(P))
-        return torch.cat([2 * P.diagonal() - P.sum(-1), P[a, b]])
+        return polarization.weights_of(self.precision)
 
     # -- the fit ----------------------------------------------------------------------------------------------------
 
@@ -159,11 +156,6 @@ class CorrelatedGaussian(Likelihood):
         variance = statistics["square"] / count - (statistics["sum"] / count).square()
         floor = 1e-24 * (statistics["square"] / count).sum() + torch.finfo(torch.float64).tiny
         return torch.where(variance > floor, variance, torch.ones_like(variance))
-
-
-def _pairs(c: int) -> tuple[Tensor, Tensor]:
-    a, b = torch.triu_indices(c, c, offset=1)
-    return a, b
 
 
 def _log(R: Tensor) -> Tensor:

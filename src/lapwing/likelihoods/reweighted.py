@@ -51,6 +51,10 @@ class Reweighted(Likelihood):
     def plain(self) -> Likelihood:
         return self.base.plain
 
+    @property
+    def unit(self) -> Any:
+        return replace(self, base=self.base.unit)
+
     def replace(self, **hyperparameters: Any) -> Any:
         return replace(self, base=self.base.replace(**hyperparameters))
 
@@ -145,7 +149,7 @@ for _name in (
     *(
         "concave",
         "quadratic",
-        "signed",
+        "paired",
         "event",
         "response",
         "classes",

@@ -6,6 +6,7 @@ from lapwing.operators.dense import Dense, OuterRows
 from lapwing.operators.diagonal import Diagonal
 from lapwing.operators.eigen import EigenKronecker
 from lapwing.operators.kronecker import Kronecker
+from lapwing.operators.mixed import Mixed
 from lapwing.operators.root import HeldRows, RootPlusDiagonal
 from lapwing.operators.streamed import Plan, Samples, Streamed
 
@@ -16,6 +17,7 @@ __all__ = [
     "EigenKronecker",
     "HeldRows",
     "Kronecker",
+    "Mixed",
     "OuterRows",
     "Plan",
     "RootPlusDiagonal",

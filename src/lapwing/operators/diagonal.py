@@ -3,11 +3,13 @@
 One class for the scalar (G = 1), the grouped (1 < G < p) and the element-wise (G = p) precision:
 index (p,) says which value an entry takes; index=None means one value for all (G = 1), or one each (G = p).
 `unit` (p,) is a fixed scale of each entry (the g-prior's second moments), 1 where None; it carries no gradient.
+`cache` holds what follows from the index alone; diagonals of other values that share the index share it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ class Diagonal:
     size: int
     index: Tensor | None = None  # (p,) of int64
     unit: Tensor | None = None  # (p,), positive
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def single(self) -> bool:
@@ -45,22 +48,34 @@ class Diagonal:
     def counts(self) -> Tensor:
         """How many entries each value has, (g,)."""
         if self.index is not None:
-            return torch.bincount(self.index, minlength=self.values.numel()).to(self.values)
+            if "counts" not in self.cache:
+                self.cache["counts"] = torch.bincount(self.index, minlength=self.values.numel())
+            return self.cache["counts"].to(self.values)
         return torch.full_like(self.values, self.size // self.values.numel())
+
+    def sums(self, entries: Tensor) -> Tensor:
+        """The sum over the entries of each value, (..., p) -> (..., g)."""
+        if self.index is not None:
+            return entries.new_zeros(*entries.shape[:-1], self.values.numel()).index_add(-1, self.index, entries)
+        return entries.sum(-1, keepdim=True) if self.single else entries
 
     def logdet(self) -> Tensor:
         out = (self.counts() * self.values.log()).sum()
         return out if self.unit is None else out + self.unit.log().sum()
 
     def at(self, index: Tensor) -> Diagonal:
-        """The diagonal at some entries; one value where they share one."""
+        """The diagonal at some entries; one value where they share one. An index is looked at once."""
         unit = None if self.unit is None else self.unit[index]
         if self.single:
             return Diagonal(self.values, len(index), unit=unit)
-        groups = index if self.index is None else self.index[index]
-        if bool((groups == groups[0]).all()):
-            return Diagonal(self.values[groups[0]].reshape(1), len(index), unit=unit)
-        return Diagonal(self.values, len(index), groups, unit)
+        kept = self.cache.get(id(index))
+        if kept is None or kept["entries"] is not index:
+            groups = index if self.index is None else self.index[index]
+            shared = int(groups[0]) if bool((groups == groups[0]).all()) else None
+            kept = self.cache[id(index)] = {"entries": index, "groups": groups, "shared": shared}
+        if kept["shared"] is not None:
+            return Diagonal(self.values[kept["shared"]].reshape(1), len(index), unit=unit)
+        return Diagonal(self.values, len(index), kept["groups"], unit, kept)
 
     def restrict(self, columns: slice) -> Diagonal:
         """The diagonal of a range of entries; uniform where all of them share one value."""

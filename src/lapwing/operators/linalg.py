@@ -93,10 +93,7 @@ def traces(op: Any, groups: Any) -> Tensor:
 
 @functools.singledispatch
 def _traces(op: Any, groups: Any) -> Tensor:
-    entries = diagonal(op) if groups.unit is None else diagonal(op) / groups.unit
-    if groups.index is None:
-        return entries.sum().reshape(1) if groups.single else entries
-    return entries.new_zeros(groups.values.numel()).index_add(0, groups.index, entries)
+    return groups.sums(diagonal(op) if groups.unit is None else diagonal(op) / groups.unit)
 
 
 # -- the one jitter policy ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Root plus diagonal: M = Rᵀ W R + D, with R (m, p) of few rows and many columns.
 
-The dual (kernel) form. With K = R D⁻¹ Rᵀ and B = I + W^½ K W^½ (both m × m):
+The dual (kernel) form. With K = R D⁻¹ Rᵀ and B = I + W^½ K W^½ (both m × m), and for a W that mixes rows any root of it
+in place of W^½ (mixed.py):
 
     log|M|   = log|B| + log|D|                                              Eq. 10
     M⁻¹      = D⁻¹ − D⁻¹RᵀW^½ B⁻¹ W^½R D⁻¹                                    Eq. 11
@@ -26,6 +27,7 @@ from torch import Tensor
 from lapwing.errors import Unsupported
 from lapwing.operators import linalg
 from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.mixed import Mixed, back, half, trace
 
 GROUPS = 64  # Gram matrices kept at the most: past that, K is formed anew for each D
 
@@ -109,7 +111,7 @@ class HeldRows:
 @dataclass(frozen=True, eq=False)
 class RootPlusDiagonal:
     rows: Rows
-    weights: Diagonal  # W, (m, m)
+    weights: Diagonal | Mixed  # W, (m, m)
     diag: Diagonal | None = None  # D; the verbs that need M⁻¹ need it
     cache: dict[Any, Any] = field(default_factory=dict)  # of R: shared by every W and D
 
@@ -136,9 +138,9 @@ class RootPlusDiagonal:
         return self.precision().dense().detach()
 
     @property
-    def root_weights(self) -> Tensor:
-        """W^½'s diagonal, (m,), without gradient."""
-        return self.weights.dense().detach().sqrt()
+    def w(self) -> Diagonal | Mixed:
+        """W, without gradient."""
+        return replace(self.weights, values=self.weights.values.detach())
 
     def gram(self) -> Tensor:
         """K = R D⁻¹ Rᵀ, (m, m), differentiable in D; not kept, since one made under no_grad would lose that."""
@@ -197,8 +199,8 @@ class RootPlusDiagonal:
 
     def inner(self) -> Tensor:
         """B = I + W^½ K W^½."""
-        w = self.weights.dense().sqrt()
-        return torch.eye(self.m, dtype=w.dtype, device=w.device) + w[:, None] * self.gram() * w
+        inner = half(self.weights, half(self.weights, self.gram()).mT)
+        return torch.eye(len(inner), dtype=inner.dtype, device=inner.device) + inner
 
     @cached_property
     def inner_cholesky(self) -> Tensor:
@@ -238,15 +240,16 @@ def _(op: RootPlusDiagonal, d: Diagonal) -> RootPlusDiagonal:
 
 @linalg.mv.register
 def _(op: RootPlusDiagonal, v: Tensor) -> Tensor:
-    out = op.transpose_times(op.times(v) * op.weights.dense())
+    out = op.transpose_times(back(op.weights, half(op.weights, op.times(v))))
     return out if op.diag is None else out + op.diag.dense() * v
 
 
 @linalg.solve.register
 def _(op: RootPlusDiagonal, b: Tensor) -> Tensor:
-    scaled, w = b / op.d, op.root_weights  # Eq. 11
-    inner = torch.cholesky_solve((op.times(scaled) * w).reshape(-1, op.m).mT, op.inner_cholesky).mT
-    return scaled - op.transpose_times(inner.reshape(*b.shape[:-1], op.m) * w) / op.d
+    scaled, w = b / op.d, op.w  # Eq. 11
+    seen = half(w, op.times(scaled))
+    inner = torch.cholesky_solve(seen.reshape(-1, seen.shape[-1]).mT, op.inner_cholesky).mT
+    return scaled - op.transpose_times(back(w, inner.reshape(seen.shape))) / op.d
 
 
 @linalg.logdet.register
@@ -262,10 +265,9 @@ def _(op: RootPlusDiagonal) -> Tensor:
 
 @linalg.draw.register
 def _(op: RootPlusDiagonal, n: int, generator: torch.Generator) -> Tensor:
-    w = op.root_weights
-    e1 = linalg.standard_normal((n, op.m), generator, w)
-    e2 = linalg.standard_normal((n, op.size), generator, w)
-    return linalg.solve(op, op.transpose_times(e1 * w) + op.d.sqrt() * e2)  # Eq. 13
+    e1 = linalg.standard_normal((n, len(op.inner_cholesky)), generator, op.d)
+    e2 = linalg.standard_normal((n, op.size), generator, op.d)
+    return linalg.solve(op, op.transpose_times(back(op.w, e1)) + op.d.sqrt() * e2)  # Eq. 13
 
 
 @linalg.covariance.register
@@ -288,14 +290,14 @@ def _(op: RootPlusDiagonal, rows: Any) -> Tensor:
         scaled = x / d[columns]
         cross += r @ scaled.mT
         prior += torch.einsum("nap,nbp->nab", x.reshape(nc // c, c, -1), scaled.reshape(nc // c, c, -1))
-    half = torch.linalg.solve_triangular(op.inner_cholesky, op.root_weights[:, None] * cross, upper=False)
-    half = half.reshape(-1, nc // c, c)
-    return prior - torch.einsum("mna,mnb->nab", half, half)  # Eq. 12
+    seen = torch.linalg.solve_triangular(op.inner_cholesky, half(op.w, cross.mT).mT, upper=False)
+    seen = seen.reshape(-1, nc // c, c)
+    return prior - torch.einsum("mna,mnb->nab", seen, seen)  # Eq. 12
 
 
 @linalg.diagonal.register
 def _(op: RootPlusDiagonal) -> Tensor:
-    out = torch.cat([(op.weights.dense()[:, None] * r.square()).sum(0) for _, r in op.blocks()])
+    out = torch.cat([half(op.weights, r.mT).square().sum(-1) for _, r in op.blocks()])
     return out if op.diag is None else out + op.diag.dense()
 
 
@@ -303,12 +305,12 @@ def _(op: RootPlusDiagonal) -> Tensor:
 def _(op: RootPlusDiagonal, groups: Diagonal) -> Tensor:
     if groups.values.numel() > GROUPS:
         return linalg._traces.dispatch(object)(op, groups)
-    out = op.group_grams(groups).diagonal(dim1=1, dim2=2) @ op.weights.dense()
+    out = trace(op.weights, op.group_grams(groups))
     return out if op.diag is None else out + linalg.traces(op.diag, groups)
 
 
 @linalg.to_dense.register
 def _(op: RootPlusDiagonal) -> Tensor:
-    r = torch.cat([r for _, r in op.blocks()], dim=1)
-    out = (r * op.weights.dense()[:, None]).mT @ r
+    r = half(op.weights, torch.cat([r for _, r in op.blocks()], dim=1).mT)
+    out = r @ r.mT
     return out if op.diag is None else out + op.diag.dense().diag()

@@ -66,6 +66,10 @@ class Root(Protocol):
         """R_hᵀ e for standard normal e, (h, k, p)."""
         ...
 
+    def amplitudes(self, weights: Tensor) -> Tensor:
+        """What to multiply the noise by, so that its sum over h has the covariance RᵀWR: √w, where all are positive."""
+        ...
+
     def diagonal(self) -> Tensor:
         """diag R_hᵀR_h, (h, p)."""
         ...
@@ -237,7 +241,7 @@ class Streamed:
         gz, squares = root.product(z, self.weights.detach())
         found = Samples(
             z,
-            _by_group(self.precision(), z * gz),
+            self.precision().sums(z * gz),
             squares,
             float(solution.residual.max()),
             solution.steps,
@@ -264,8 +268,11 @@ class Streamed:
 
     def right(self, noise: Tensor, prior: Tensor) -> Tensor:
         """D^-½ (RᵀW^½ e) + e₀."""
-        pulled = torch.einsum("h,hkp->kp", self.weights.detach().sqrt(), noise)
-        return self.d.rsqrt() * pulled + prior
+        return self.d.rsqrt() * self.pulled(noise) + prior
+
+    def pulled(self, noise: Tensor) -> Tensor:
+        """RᵀW^½ e, (k, p)."""
+        return torch.einsum("h,hkp->kp", self.reads().amplitudes(self.weights.detach()), noise)
 
     @cached_property
     def spread(self) -> Tensor:
@@ -299,13 +306,6 @@ class Streamed:
         out = mean_of(torch.cat([one.samples for one in found]) + linalg.logdet(close))
         self.cache["logdet"] = self.key, out
         return out
-
-
-def _by_group(d: Diagonal, values: Tensor) -> Tensor:
-    """Sums of (k, p) over the groups of a Diagonal, (k, g)."""
-    if d.index is None:
-        return values.sum(-1, keepdim=True) if d.single else values
-    return values.new_zeros(len(values), d.values.numel()).index_add(1, d.index, values)
 
 
 @linalg.scale.register
@@ -348,8 +348,7 @@ def _(op: Streamed) -> Tensor:
         slope = d.counts().detach() - op.samples.gamma.mean(0)
         out = out + (slope * (d.values / d.values.detach()).log()).sum()
     if w.requires_grad:
-        slope = w.detach() * op.samples.squares.mean(0)
-        out = out + (slope * (w / w.detach()).log()).sum()
+        out = out + (op.samples.squares.mean(0) * (w - w.detach())).sum()  # w may be zero, or negative
     return out
 
 
@@ -376,8 +375,8 @@ def _(op: Streamed) -> Tensor:
 @linalg._traces.register
 def _(op: Streamed, groups: Diagonal) -> Tensor:
     """By the base noise: E (RᵀW^½e)² = diag RᵀWR."""
-    squares = torch.einsum("h,hkp->kp", op.weights.detach().sqrt(), op.noise).square().mean(0, keepdim=True)
-    out = _by_group(groups, squares if groups.unit is None else squares / groups.unit)[0]
+    squares = op.pulled(op.noise).square().mean(0, keepdim=True)
+    out = groups.sums(squares if groups.unit is None else squares / groups.unit)[0]
     out = out if op.diag is None else out + linalg.traces(op.precision(), groups)
     return op.level.detach() * out
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Gaussian:
     names: tuple[str, ...] = ()  # of the groups, once bound; () for per='weight'
     index: Tensor | None = None  # (p,) group of each weight, once bound; None: one group, or one each
     layout: Layout | None = None
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)  # of the groups: shared by every precision
 
     def __post_init__(self) -> None:
         if isinstance(self.precision, Mapping):
@@ -56,7 +57,8 @@ class Gaussian:
         return {"precision": self.precision}
 
     def replace(self, **hyperparameters: Any) -> Gaussian:
-        return replace(self, **hyperparameters)
+        kept = self.cache if set(hyperparameters) <= {"precision"} else {}
+        return replace(self, **hyperparameters, cache=kept)
 
     def named(self) -> dict[str, float]:
         """The precision of each group, by name."""
@@ -77,7 +79,7 @@ class Gaussian:
             raise InvalidValue(f"{value.numel()} prior precisions for {groups} groups of per={self.per!r}")
         index = None if index is None else index.to(device)
         self._check_mean(layout)
-        return replace(self, precision=value, names=names, index=index, layout=layout)
+        return replace(self, precision=value, names=names, index=index, layout=layout, cache={})
 
     def _check_mean(self, layout: Layout) -> None:
         if isinstance(self.mean, Mapping):
@@ -102,7 +104,7 @@ class Gaussian:
 
     def operator(self) -> Diagonal:
         """A, the prior's precision."""
-        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index)
+        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, cache=self.cache)
 
     def groups(self) -> Diagonal:
         """Which group each weight belongs to: a Diagonal of the groups' precisions λ_g alone."""
@@ -121,13 +123,7 @@ class Gaussian:
 
     def scatter(self, vector: Tensor) -> Tensor:
         """Σ_{i in g} (θ_i − m_i)² for each group, (g,): ‖θ − m‖²_A is Σ_g λ_g times it."""
-        return self._grouped((vector.to(torch.float64) - self.mean_vector()).square())
-
-    def _grouped(self, square: Tensor) -> Tensor:
-        groups = self.precision.numel()
-        if groups == 1:
-            return square.sum().reshape(1)
-        return square if self.index is None else square.new_zeros(groups).index_add(0, self.index, square)
+        return self.groups().sums((vector.to(torch.float64) - self.mean_vector()).square())
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """log N(θ; m, A⁻¹)."""

@@ -50,7 +50,7 @@ class GPrior(Gaussian):
     def at(self, curvature: Any, theta: Tensor, eps: float = torch.finfo(torch.float64).eps) -> GPrior:
         """This prior with the second moments of a curvature (an operator, at unit noise) and the trained weights."""
         unit, dropped = second_moments(curvature, self._bound(), self.floor, eps)
-        return replace(self, unit=unit, dropped=dropped, held=theta.detach().to(torch.float64))
+        return replace(self, unit=unit, dropped=dropped, held=theta.detach().to(torch.float64), cache={})
 
     def counts_dropped(self) -> dict[str, int]:
         """How many weights of each parameter are dropped; only parameters with some."""
@@ -69,10 +69,10 @@ class GPrior(Gaussian):
 
     def operator(self) -> Diagonal:
         unit, _ = self._placed()
-        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, unit)
+        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, unit, self.cache)
 
     def groups(self) -> Diagonal:
-        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index)
+        return super().operator()
 
     def mean_vector(self) -> Tensor:
         """m, (p,); a dropped weight's is its trained value."""
@@ -85,7 +85,7 @@ class GPrior(Gaussian):
         """Σ_{d in g} h_d (θ_d − m_d)² for each group, (g,), without the dropped."""
         unit, dropped = self._placed()
         square = (vector.to(torch.float64) - self.mean_vector()).square()
-        return self._grouped(torch.where(dropped, 0.0, unit * square))
+        return self.groups().sums(torch.where(dropped, 0.0, unit * square))
 
     def log_prob(self, params: Any) -> Tensor:
         """log N(θ; m, A⁻¹) of the weights that are not dropped."""

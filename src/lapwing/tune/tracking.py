@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lapwing.center import Center, Jacobian, stretched, tangent_map
 from lapwing.curvature import State
@@ -117,15 +116,7 @@ class Tracker:
         unit = prior.operator().dense().detach() / groups.dense().detach()  # A at λ = 1
         squares = self.jacobian.column_squares() / unit
         spread = likelihood.output_variance(self.state.statistics)
-        trace = _sum_by(groups, squares) / (sum(self.jacobian.counts) * spread)
+        trace = groups.sums(squares) / (sum(self.jacobian.counts) * spread)
         within = bounds.low["precision"] + 1, bounds.high["precision"] - 1
         begin = trace.clamp(min=torch.finfo(torch.float64).tiny).log().clamp(*within)
         return replace(bounds, start={**bounds.start, "precision": begin})
-
-
-def _sum_by(groups: Any, values: Tensor) -> Tensor:
-    if groups.uniform:
-        return values.sum().reshape(1)
-    if groups.index is None:
-        return values
-    return values.new_zeros(groups.values.numel()).index_add(0, groups.index, values)
