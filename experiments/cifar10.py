@@ -427,7 +427,7 @@ def isotropic(problem: Problem) -> dict[str, Answers]:
 SOME, RANK = 10_000, 100
 ELLA_SOME, ELLA_RANK, ANCHORS = 4_000, 20, 2_000
 CHOICES = torch.logspace(0, 5, 21).tolist()
-THRESHOLD, CENTER = 0.06, 500  # τ of the rows of the samples' curvature; images for the tangent center
+THRESHOLD, CENTERS = 0.06, (125, 250, 500)  # τ of the rows of the samples' curvature; images for the tangent center
 
 
 def part(problem: Problem, index: Any = slice(SOME)) -> list[tuple[Tensor, Tensor]]:
@@ -489,30 +489,44 @@ def ella(problem: Problem) -> dict[str, Answers]:
     return {"labels:monte_carlo": found, "labels_temperature:monte_carlo": part_of}
 
 
+def center_images(problem: Problem, tangent: Any, logits: Tensor) -> cifar10_samples.Few:
+    """The tangent model of a few training images, each of which counts for many."""
+    index = torch.randperm(len(logits), generator=torch.Generator().manual_seed(0))[: CENTERS[-1]]
+    x, y = (t[index] for t in problem.train)
+
+    def make() -> tuple[Tensor, Tensor]:
+        found = cifar10_samples.Few.read(tangent, x, y, logits[index], 1.0)
+        return found.base, found.kernel
+
+    base, kernel = problem.kept("center_images", make)[0]
+    return cifar10_samples.Few(base, kernel, y, len(logits) / len(index))
+
+
 def samples_fit(problem: Problem) -> tuple[tuple[Tensor, dict[str, Any]], float]:
     """Draws of the posterior under several priors, (g, k, p), and what was found on the way."""
 
     def fit() -> tuple[Tensor, dict[str, Any]]:
-        state, n = kron_state(problem)[0], len(problem.train[1])
+        state = kron_state(problem)[0]
         near, theta = curvature(state, LIKELIHOOD), state.tangent.theta
         logits = problem.kept("train_logits", lambda: forward(problem.net, problem.train[0]))[0]
         index, u = cifar10_samples.drawn(logits, THRESHOLD, torch.Generator().manual_seed(0))
+        few = center_images(problem, state.tangent, logits)
         root = cifar10_samples.HeldRoot.made(state.tangent, problem.train[0], index, u)
         found = cifar10_samples.at_weights(root, float(theta.double().square().sum()))
         print(f"  {len(u)} rows; precision at the trained weights {found:.4g}", flush=True)
-        few = part(problem, torch.randperm(n, generator=torch.Generator().manual_seed(0))[:CENTER])
-        start = evidence_precision(state)
-        tangent = cifar10_samples.at_tangent(root, start, repeated(state, CENTER / n), few, CENTER / n)
+        tangents = {n: cifar10_samples.at_tangent(root, evidence_precision(state), few.first(n)) for n in CENTERS}
+        tangent = tangents[CENTERS[-1]]
         z = [root.draw(s) for s in (*STRONG, tangent["precision"])]
         g = lw.priors.GPrior(1.0).bind(state.layout).at(near, theta)
         # as much prior variance as the middle of STRONG gives the rows
-        ratio = (root.rows.square().sum(0).double() / g.operator().dense()).sum() / root.rows.double().square().sum()
-        g = g.replace(precision=math.sqrt(STRONG[0] * STRONG[-1]) * ratio)
-        last, solve = cifar10_samples.solved(root, near, g)
-        print(f"  g-prior: precision {float(g.precision):.4g}, {solve}", flush=True)
-        about = {"rows": len(u), "at_weights": found, "at_tangent": tangent, "tangent": tangent["precision"]}
-        about |= {"gammas": [root.gamma(s) for s in (*STRONG, tangent["precision"])]}
-        about |= {"gprior": float(g.precision), "gprior_solve": solve, "dropped": sum(g.counts_dropped().values())}
+        h, squares = g.operator().dense(), sum(rows.square().sum(0).double() for rows in root.rows.split(100))
+        strength = math.sqrt(STRONG[0] * STRONG[-1]) * float((squares / h).sum() / squares.sum())
+        gammas = [root.gamma(s) for s in (*STRONG, tangent["precision"])]
+        root = root.rescaled(h.rsqrt())
+        last = root.draw(strength) * h.rsqrt().float()
+        about = {"rows": len(u), "at_weights": found, "at_tangent": list(tangents.values()), "gammas": gammas}
+        about |= {"tangent": tangent["precision"], "gprior": strength, "gprior_gamma": root.gamma(strength)}
+        about |= {"dropped": sum(g.counts_dropped().values())}
         return torch.stack([*z, last]), about
 
     return problem.kept("samples_fit", fit)

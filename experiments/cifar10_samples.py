@@ -6,9 +6,11 @@ max(λ, τ), so that of 500,000 rows √λ vᵀJ some thousands stand for all, E
 
     z = (RᵀR + A)⁻¹ (Rᵀe + A^½ e₀)
 
-By conjugate gradients from the prior draw A^-½ e₀ (`Streamed` of the library takes any R that gives products), or, for
-one prior precision δ, from the eigenvectors of R Rᵀ, z = z₀ + Rᵀ(R Rᵀ + δI)⁻¹(e − R z₀) with z₀ = e₀/√δ. R says less
-than G does where the prior is weak and the data determine more directions than R has rows.
+For one prior precision δ by the eigenvectors of R Rᵀ, z = z₀ + Rᵀ(R Rᵀ + δI)⁻¹(e − R z₀) with z₀ = e₀/√δ, and for
+A = δ diag(h) in the unit of h, R diag(h)^-½. R says less than G does where the prior is weak and the data determine
+more directions than R has rows.
+
+The mode of the tangent model is that of a few images (`Few`), exactly, by the kernel J Jᵀ.
 """
 
 from __future__ import annotations
@@ -22,12 +24,10 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.center import read, tangent_map
 from lapwing.curvature.cover import cover
 from lapwing.curvature.rows import RowMaker
-from lapwing.operators import Plan, Streamed, linalg
 
-SAMPLES, TOLERANCE = 32, 2e-2
+SAMPLES = 32
 BUDGET, TOGETHER, SIDE = 2**31, 32, 512
 
 
@@ -42,10 +42,9 @@ def drawn(f: Tensor, threshold: float, generator: torch.Generator) -> tuple[Tens
 
 @dataclass(frozen=True, eq=False)
 class HeldRoot:
-    """R (m, p) in memory, as conjugate gradients take it."""
+    """R (m, p) in memory."""
 
     rows: Tensor
-    passes: int = 0  # over data: none
 
     @classmethod
     def made(cls, tangent: Any, x: Tensor, index: Tensor, u: Tensor) -> HeldRoot:
@@ -57,25 +56,23 @@ class HeldRoot:
             torch.cat(list(maker.rows(maker.run(batch), batch, cotangent, BUDGET)), out=out[some].unsqueeze(1))
         return cls(out)
 
-    @property
-    def size(self) -> int:
-        return self.rows.shape[1]
-
-    def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        pushed = v.float() @ self.rows.mT
-        return (weights[0] * (pushed @ self.rows)).double(), pushed.double().square().sum(-1, keepdim=True)
-
-    def noise(self, k: int, generator: torch.Generator) -> Tensor:
-        return (torch.randn(k, len(self.rows), generator=generator) @ self.rows).double().unsqueeze(0)
+    @cached_property
+    def gram(self) -> Tensor:
+        """R Rᵀ (m, m), in float64."""
+        out = torch.zeros(len(self.rows), len(self.rows), dtype=torch.float64)
+        for i in range(0, len(out), SIDE):
+            out[i : i + SIDE, : i + SIDE] = (self.rows[i : i + SIDE] @ self.rows[: i + SIDE].mT).double()
+        return out.tril() + out.tril(-1).mT
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues (m,) and eigenvectors (m, m) of R Rᵀ."""
-        gram = torch.zeros(len(self.rows), len(self.rows), dtype=torch.float64)
-        for i in range(0, len(gram), SIDE):
-            gram[i : i + SIDE, : i + SIDE] = (self.rows[i : i + SIDE] @ self.rows[: i + SIDE].mT).double()
-        values, vectors = torch.linalg.eigh(gram)  # of the lower triangle
+        values, vectors = torch.linalg.eigh(self.gram)
         return values.clamp(min=0), vectors
+
+    def rescaled(self, by: Tensor) -> HeldRoot:
+        """R diag(by), in the memory of this R, which is lost: two may be too many."""
+        return HeldRoot(self.rows.mul_(by.float()))
 
     def gamma(self, precision: float) -> float:
         """The effective dimension, tr G (G + δI)⁻¹."""
@@ -92,14 +89,6 @@ class HeldRoot:
         return z0 + (inner @ vectors.mT).float() @ self.rows
 
 
-def solved(root: HeldRoot, near: Any, prior: Any) -> tuple[Tensor, dict[str, float]]:
-    """Draws under any prior by conjugate gradients, with an operator near RᵀR to precondition, and what they took."""
-    plan = Plan(SAMPLES, "cg", "kron", TOLERANCE, 500, 0, BUDGET)
-    op = Streamed(root, torch.ones(1, dtype=torch.float64), near, plan)
-    found = linalg.shift(op, prior.operator()).samples
-    return found.z.float(), {"steps": found.steps, "residual": found.residual, "gamma": found.dimension.value}
-
-
 def at_weights(root: HeldRoot, square: float) -> float:
     """The precision that the evidence at the trained weights picks, the fixed point δ = γ(δ) / ‖θ‖²."""
     value = 1.0
@@ -108,18 +97,74 @@ def at_weights(root: HeldRoot, square: float) -> float:
     return value
 
 
-def at_tangent(root: HeldRoot, start: float, state: Any, few: Any, share: float, steps: int = 12) -> dict[str, Any]:
-    """The same at v* of the tangent model, δ = γ(δ) / ‖v*‖², from `few` of the data (batches) that count 1/share times
-    each: the prior times the share, and `state`, whose curvature is near theirs, belong to them counted once."""
-    factor = lw.curvature.Factor("monte_carlo", 1)
-    own = lw.laplace(state.tangent.model, few, "categorical", structure="diag", factor=factor)
-    jacobian, center, value, path = read(own.state, own.likelihood, few), None, start, []
+@dataclass(frozen=True)
+class Few:
+    """The tangent model of a few images, h = f − Jθ* + J v: all that its mode depends on."""
+
+    base: Tensor  # f − Jθ*, (n, c), where v = 0
+    kernel: Tensor  # J Jᵀ, (n·c, n·c)
+    y: Tensor  # (n,)
+    times: float  # how often each image counts
+
+    @classmethod
+    def read(cls, tangent: Any, x: Tensor, y: Tensor, f: Tensor, times: float) -> Few:
+        n, c = f.shape
+        root = HeldRoot.made(tangent, x, torch.arange(n).repeat_interleave(c), torch.eye(c).repeat(n, 1))
+        moved = torch.cat([rows.double() @ tangent.theta.double() for rows in root.rows.split(SIDE)])
+        return cls(f.double() - moved.reshape(n, c), root.gram, y, times)
+
+    def first(self, n: int) -> Few:
+        """The first n of them, counting for all."""
+        each = self.base.shape[1] * n
+        return Few(self.base[:n], self.kernel[:each, :each], self.y[:n], self.times * len(self.y) / n)
+
+    def mode(self, precision: float, alpha: Tensor | None = None) -> tuple[Tensor, float, float]:
+        """α of the mode v* = Jᵀα/δ, ‖v*‖², and the nats that the last step of Newton's method gained.
+
+        With W = diag of the images' Λ times how often they count, W = S Sᵀ, a step goes to
+        α = b − S (I + Sᵀ K S/δ)⁻¹ Sᵀ K b/δ,  b = W (h − base) + ∂ log p, or half as far until it gains."""
+        kernel, (n, c) = self.kernel / precision, self.base.shape
+        alpha = torch.zeros(n * c, dtype=torch.float64) if alpha is None else alpha
+        loss, gain = self._loss(alpha, kernel), math.inf
+        for _ in range(100):
+            h = self.base + (kernel @ alpha).reshape(n, c)
+            p = h.softmax(-1)
+            wanted = self.times * (torch.nn.functional.one_hot(self.y, c) - p)
+            S = math.sqrt(self.times) * (torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2))
+            b = ((S @ (S.mT @ (h - self.base).unsqueeze(-1))).squeeze(-1) + wanted).reshape(-1)
+            half = _blocks(S.mT, kernel)  # Sᵀ K/δ
+            inner = _blocks(S.mT, half.mT)
+            inner.diagonal().add_(1.0)
+            solved = torch.cholesky_solve((half @ b).unsqueeze(-1), torch.linalg.cholesky(inner)).reshape(n, c, 1)
+            step = b - (S @ solved).reshape(-1) - alpha
+            length = 1.0
+            while (found := self._loss(alpha + length * step, kernel)) > loss and length > 1e-4:
+                length /= 2
+            gain, loss, alpha = loss - found, min(found, loss), alpha + length * step
+            if gain < 1e-3:
+                return alpha, float(alpha @ (kernel @ alpha)) / precision, gain
+        raise lw.errors.NotConverged(f"the mode of {n} images at precision {precision:g} gains {gain:.2g} nats a step")
+
+    def _loss(self, alpha: Tensor, kernel: Tensor) -> float:
+        moved = kernel @ alpha
+        h = self.base + moved.reshape(self.base.shape)
+        return float(self.times * torch.nn.functional.cross_entropy(h, self.y, reduction="sum") + alpha @ moved / 2)
+
+
+def _blocks(blocks: Tensor, matrix: Tensor) -> Tensor:
+    """The product of a block-diagonal matrix, (n, c, c), and a matrix (n·c, m)."""
+    n, c, _ = blocks.shape
+    return (blocks @ matrix.reshape(n, c, -1)).reshape(n * c, -1)
+
+
+def at_tangent(root: HeldRoot, start: float, few: Few, steps: int = 60) -> dict[str, Any]:
+    """The same at the mode v* of the tangent model of a few images, which count for all: δ = γ(δ) / ‖v*‖²."""
+    value, alpha, path = start, None, []
     for _ in range(steps):
-        prior = lw.priors.Gaussian(share * value).bind(state.layout)
-        center = tangent_map(state, prior, own.likelihood, jacobian, center, tolerance=2e-2, strict=False, steps=8)
-        before, value = value, root.gamma(value) / float(prior.scatter(center.vector))
+        alpha, square, gain = few.mode(value, alpha)
+        before, value = value, root.gamma(value) / square
         path.append(value)
-        print(f"  tangent: precision {value:.4g}, residual {center.residual:.2g}, {jacobian.passes} passes", flush=True)
-        if abs(math.log(value / before)) < 0.05 and center.residual < 0.05:
-            return {"precision": value, "path": path, "residual": center.residual, "passes": jacobian.passes}
+        print(f"  tangent, {len(few.y)} images: precision {value:.4g}, ‖v*‖² {square:.4g}", flush=True)
+        if abs(math.log(value / before)) < 0.02:
+            return {"precision": value, "path": path, "images": len(few.y), "gain": gain}
     raise lw.errors.NotConverged(f"the tangent evidence's precision did not settle in {steps} steps: {path}")
