@@ -324,7 +324,7 @@ def test_weighted_score_is_the_gradient_of_log_prob(case: Case, seed: int) -> No
     likelihood, f, y = case.draw(6, seed)
     exact = vmap(grad(case.log_prob))(f, y)
     close(likelihood.gradient(f, y), exact)
-    if not likelihood.signed:
+    if not likelihood.paired:
         close(likelihood.score(f, y) * likelihood.curvature_weights().expand(f.shape[-1]), exact)
 
 
@@ -351,7 +351,7 @@ def test_products_traces_and_noise_are_of_the_same_curvature(case: Case) -> None
     curvature = torch.stack([case.curvature(one, target) for one, target in zip(f, y, strict=True)])
     root = likelihood.scaled_root(f, y)
     close(root @ root.mT, curvature)
-    if likelihood.signed:
+    if likelihood.paired:
         return
     w = likelihood.curvature_weights()
     v = torch.randn(3, *f.shape, generator=seeded(1), dtype=torch.float64)
@@ -488,10 +488,6 @@ def evidence(p: Problem, occam: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_full_is_the_dense_curvature(case: Case, form: str) -> None:
     p = problem(case)
-    if p.likelihood.signed and form == "dual":
-        with pytest.raises(Unsupported, match=r"Full\('primal'\)"):
-            lw.laplace(p.net, (p.x, p.y), p.likelihood, structure=lw.curvature.Full(form))
-        return
     la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure=lw.curvature.Full(form), prior=LAMBDA, factor="exact")
     precision = p.G + LAMBDA * torch.eye(len(p.G), dtype=torch.float64)
     close(la.log_evidence(), evidence(p, torch.logdet(precision) - len(p.G) * math.log(LAMBDA)))
@@ -531,10 +527,6 @@ def test_last_layer_is_its_block(case: Case) -> None:
 
 def test_matrix_free_multiplies_by_it(case: Case) -> None:
     p = problem(case)
-    if p.likelihood.signed:
-        with pytest.raises(Unsupported, match="weights of both signs"):
-            lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="matrix_free")
-        return
     la = lw.laplace(p.net, (p.x, p.y), p.likelihood, structure="matrix_free", prior=LAMBDA)
     v = torch.randn(3, len(p.G), generator=seeded(3), dtype=torch.float64)
     close(linalg.mv(la.posterior.precision, v), v @ p.G + LAMBDA * v)

@@ -30,6 +30,7 @@ from lapwing.operators import (
     EigenKronecker,
     HeldRows,
     Kronecker,
+    Mixed,
     OuterRows,
     RootPlusDiagonal,
     linalg,
@@ -348,6 +349,22 @@ class TestHeldRootWithRowWeights(Compliance):
         r, w, index = normal(generator, 6, 9), positive(generator, 3), torch.arange(6) % 3
         each = torch.stack([w[i] for i in index])
         return RootPlusDiagonal(HeldRows(r), Diagonal(w, 6, index)), r.mT @ each.diag() @ r
+
+
+class TestHeldRootWithMixedRows(Compliance):
+    """W = I ⊗ L Lᵀ: weights that couple each three rows."""
+
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        r, L = normal(generator, 6, 9), normal(generator, 3, 3)
+        return RootPlusDiagonal(HeldRows(r), Mixed(L, 2)), r.mT @ torch.block_diag(L @ L.mT, L @ L.mT) @ r
+
+
+class TestStreamedRootWithMixedRows(Compliance):
+    """W = L Lᵀ of fewer columns than rows."""
+
+    def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        r, L = normal(generator, 6, 9), normal(generator, 6, 2)
+        return RootPlusDiagonal(FakeStream(r), Mixed(L)), r.mT @ L @ L.mT @ r
 
 
 class TestTallRoot(Compliance):

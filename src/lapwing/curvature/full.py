@@ -93,8 +93,8 @@ def physical_memory() -> int:
 
 
 def _row_weights(state: State, weights: Tensor) -> Diagonal | Mixed:
-    """W (m, m): one weight for all rows, or one a column; with weights of pairs the matrix that they are of, for the rows
-    of one position."""
+    """W (m, m): one weight for all rows, or one a column; for weights of pairs the matrix that they are, at each
+    position."""
     m = sum(u.shape[0] * u.shape[1] for _, u in state.batches)
     if state.paired:
         root = torch.linalg.cholesky(polarization.matrix_of(weights))

@@ -11,7 +11,7 @@ block if it is small, else its exact diagonal.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -5,7 +5,11 @@
 One pass: Ω (k, p) is pseudorandom, the same for all, so that sketches of shards add. Each pass more takes Ω from the
 range of the last sketch (subspace iteration), and comes nearer to the top k eigenpairs of G: such sums add only with a
 shared Ω, which the state keeps. Always Ĝ ⪯ G. Beside it, tr G of each parameter is summed exactly, which tells how much
-Ĝ has of it. Noise per output gives one sketch an output, of rank k each.
+Ĝ has of it. Noise per output gives one sketch an output, of rank k each. A covariance of noise gives one in all: with
+the same Ω for every column the sketch of Σ_h w_h G_h is Σ_h w_h Y_h, whatever the signs of w, and its Ĝ lies in the
+span V of all Y_h,
+
+    Ĝ = Vᵀ L Lᵀ V,      Lᵀ = C⁻¹ Σ_h w_h Y_h Vᵀ,      C Cᵀ = Σ_h w_h Ω Y_hᵀ
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import State
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Diagonal, HeldRows, RootPlusDiagonal
-from lapwing.solvers.nystrom import from_sketch
+from lapwing.operators import Diagonal, HeldRows, Mixed, RootPlusDiagonal, linalg
+from lapwing.solvers.nystrom import from_sketch, mixed_root, span_of
 from lapwing.tangent import TangentModel
 
 COPIES = 6  # of (k, p) in float64 that are held at once, at the most
@@ -70,7 +74,7 @@ class LowRank:
         if basis is None:
             tests = pseudorandom(self.rank, tangent).expand(groups, -1, -1)
             return SketchSum(tangent, parts, tests, {}, self.memory_budget)
-        tests = self._tests(basis)
+        tests = self._tests(basis, likelihood.curvature_weights(factor.kind))
         if len(tests) != groups:
             raise InvalidValue(
                 f"the basis has {len(tests)} curvature weights and the likelihood {groups}; fit both with the same "
@@ -78,15 +82,21 @@ class LowRank:
             )
         return SketchSum(tangent, parts, tests, {"tests": tests}, self.memory_budget)
 
-    def _tests(self, basis: State) -> Tensor:
-        """Ω of a state of this structure; or, from one of a pass fewer, an orthonormal basis of its sketch's range."""
+    def _tests(self, basis: State, weights: Tensor) -> Tensor:
+        """Ω of a state of this structure; or, from one of a pass fewer, an orthonormal basis of its sketch's range (of
+        each weight's; of pairs, of that at these weights)."""
         if not isinstance(basis, State) or basis.structure not in (self, self.first):
             raise InvalidValue(f"basis must be a state of structure {self} or {self.first}, got {basis!r}")
         if basis.structure == self:
             return basis.basis["tests"]
-        return torch.linalg.qr(basis.sums["sketch"].mT)[0].mT.contiguous()
+        sketch = basis.sums["sketch"]
+        if basis.paired:
+            sketch = torch.einsum("h,hkp->kp", weights.detach().to(sketch), sketch).expand_as(sketch)
+        return torch.linalg.qr(sketch.mT)[0].mT.contiguous()
 
     def operator(self, state: State, weights: Tensor) -> RootPlusDiagonal:
+        if state.paired:
+            return self._together(state, weights)
         if "root" not in state.cache:
             pairs = zip(state.sums["sketch"], self.tests(state), strict=True)
             roots = [from_sketch(sketch, test).root for sketch, test in pairs]
@@ -95,6 +105,16 @@ class LowRank:
         index = torch.arange(len(weights), device=weights.device).repeat_interleave(len(root) // len(weights))
         own = Diagonal(weights, len(root), None if len(weights) == 1 else index)
         return RootPlusDiagonal(HeldRows(root), own, cache=state.cache)
+
+    def _together(self, state: State, weights: Tensor) -> RootPlusDiagonal:
+        """Vᵀ L Lᵀ V; without a gradient to carry, by the k rows Lᵀ V."""
+        if "span" not in state.cache:
+            state.cache["span"] = span_of(state.sums["sketch"], self.tests(state)[0])
+        V, inside, cores = state.cache["span"]
+        L = mixed_root(inside, cores, weights)
+        if L.requires_grad:
+            return RootPlusDiagonal(HeldRows(V), Mixed(L), cache=state.cache)
+        return RootPlusDiagonal(HeldRows(L.mT @ V), Diagonal(L.new_ones(1), L.shape[1]))
 
     def tests(self, state: State) -> Tensor:
         """Ω (h, k, p)."""
@@ -113,7 +133,7 @@ class LowRank:
     def captured(self, state: State, weights: Tensor) -> tuple[float, dict[str, float]]:
         """tr Ĝ / tr G, and the same for each parameter; 1 where there is no curvature."""
         op = self.operator(state, weights.detach())
-        entries = torch.einsum("kp,kp,k->p", op.rows.block(0, op.size), op.rows.block(0, op.size), op.weights.dense())
+        entries = linalg.diagonal(op)
         own = torch.stack([entries[columns].sum() for columns in state.layout.slices().values()])
         true = weights.detach() @ state.sums["trace"]  # (parameters,)
         shares = torch.where(true > 0, own / true, 1.0).tolist()

@@ -57,23 +57,51 @@ def from_sketch(sketch: Tensor, tests: Tensor) -> Nystrom:
     q, upper = torch.linalg.qr(tests.mT)  # Ω = upperᵀ qᵀ
     y = torch.linalg.solve_triangular(upper.mT, sketch.to(torch.float64), upper=False)  # qᵀ G
     core = y @ q
+    shift = _rounding(core, y)
+    if shift == 0:
+        return Nystrom(core.new_zeros(len(core)), q.mT.contiguous(), 0.0)
+    factor = _cholesky(core, shift)
+    half = torch.linalg.solve_triangular(factor, y + shift * q.mT, upper=False)  # halfᵀ half = Ĝ + νI on its range
+    _, s, v = torch.linalg.svd(half, full_matrices=False)
+    return Nystrom((s.square() - shift).clamp(min=0), v, shift)
+
+
+def _rounding(core: Tensor, y: Tensor) -> float:
+    """ν for qᵀGq and qᵀG: no less than what rounding has made of the core, which its skew part tells for products in a
+    coarse dtype; 0 for G = 0."""
     size = float(torch.linalg.matrix_norm(core, 2))
     skew = float(torch.linalg.matrix_norm(core - core.mT, 2))
     if not skew <= ROUGH * size:
         raise InvalidValue(f"the matrix is not symmetric: uᵀGv and vᵀGu differ by {skew:.3g}, of {size:.3g}; check mv")
-    core = 0.5 * (core + core.mT)
-    least = float(torch.linalg.eigvalsh(core)[0])
+    least = float(torch.linalg.eigvalsh(0.5 * (core + core.mT))[0])
     if least < -ROUGH * size:
         raise NotPositiveDefinite(
             f"a Nyström approximation needs a positive semidefinite matrix: got vᵀGv = {least:.3g} for a unit vector; "
             "use the generalized Gauss-Newton matrix, not a Hessian"
         )
-    if size == 0:
-        return Nystrom(core.new_zeros(len(core)), q.mT.contiguous(), 0.0)
     eps = torch.finfo(core.dtype).eps
-    # no less than what rounding has made of the core, which its skew part tells for products in a coarse dtype
-    shift = max(eps * float(torch.linalg.matrix_norm(y)) * len(core) ** 0.5, -2 * least, skew)
-    factor = torch.linalg.cholesky(core + shift * torch.eye(len(core), dtype=core.dtype, device=core.device))
-    half = torch.linalg.solve_triangular(factor, y + shift * q.mT, upper=False)  # halfᵀ half = Ĝ + νI on its range
-    _, s, v = torch.linalg.svd(half, full_matrices=False)
-    return Nystrom((s.square() - shift).clamp(min=0), v, shift)
+    return max(eps * float(torch.linalg.matrix_norm(y)) * len(core) ** 0.5, -2 * least, skew) if size else 0.0
+
+
+def _cholesky(core: Tensor, shift: float) -> Tensor:
+    eye = torch.eye(len(core), dtype=core.dtype, device=core.device)
+    return torch.linalg.cholesky(0.5 * (core + core.mT) + shift * eye)
+
+
+# -- of a sum with weights ----------------------------------------------------------------------------------------
+
+
+def span_of(sketches: Tensor, tests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From Y_h = Ω G_h (h, k, p) with one Ω (k, p): orthonormal rows V (r, p) that span all of them, and with Ω made
+    orthonormal ΩG_hVᵀ (h, k, r) and ΩG_hΩᵀ (h, k, k)."""
+    q, upper = torch.linalg.qr(tests.mT)
+    y = torch.linalg.solve_triangular(upper.mT, sketches.to(torch.float64), upper=False)
+    V = torch.linalg.qr(y.flatten(0, 1).mT)[0].mT.contiguous()
+    return V, y @ V.mT, y @ q
+
+
+def mixed_root(inside: Tensor, cores: Tensor, weights: Tensor) -> Tensor:
+    """L (r, k) with Ĝ = Vᵀ L Lᵀ V of Σ_h w_h G_h ⪰ 0, differentiable in w, whose signs may differ."""
+    y, core = torch.einsum("h,hkr->kr", weights, inside), torch.einsum("h,hij->ij", weights, cores)
+    shift = _rounding(core.detach(), y.detach())
+    return torch.linalg.solve_triangular(_cholesky(core, shift or 1.0), y, upper=False).mT

@@ -18,6 +18,7 @@ import torch
 from lapwing.center import Center, Jacobian, stretched, tangent_map
 from lapwing.curvature import State
 from lapwing.evidence import decompose
+from lapwing.likelihoods import polarization
 from lapwing.operators import linalg
 from lapwing.posterior import curvature
 from lapwing.tune.bounds import EDGE, Box, Tuning
@@ -71,8 +72,10 @@ class Tracker:
         assert last is not None
         assert last.pulled is not None
         assert last.weights is not None
-        now = likelihood.curvature_weights("exact").to(last.weights)
-        ratio = torch.ones_like(now[0]) if likelihood.signed else (now / last.weights).mean()
+        now, then = likelihood.curvature_weights("exact").to(last.weights), last.weights
+        if likelihood.paired:
+            now, then = (polarization.matrix_of(weights).diagonal() for weights in (now, then))
+        ratio = (now / then).mean()
         gradient = ratio * last.pulled - a.dense() * (last.vector - prior.mean_vector())
         structure = stretched(curvature(self.state, likelihood), last.stretch)
         away = linalg.solve(linalg.shift(structure, a), gradient)
