@@ -132,6 +132,9 @@ class MatrixRoot:
     def noise(self, k: int, generator: torch.Generator) -> Tensor:
         return (torch.randn(k, len(self.R), generator=generator, dtype=torch.float64) @ self.R).unsqueeze(0)
 
+    def amplitudes(self, weights: Tensor) -> Tensor:
+        return weights.sqrt()
+
     def diagonal(self) -> Tensor:
         return self.R.square().sum(0, keepdim=True)
 
