@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.curvature.lowrank import LowRank, pseudorandom
+from lapwing.curvature.lowrank import COPIES, LowRank, pseudorandom
+from lapwing.doctor.trial import counted
 from lapwing.operators import linalg
 
 SEEDS = range(3)
@@ -354,3 +355,21 @@ def test_a_sketch_past_all_memory_is_refused_before_it_is_made(monkeypatch: pyte
     model, x, y, likelihood = problem("classes")
     with pytest.raises(lw.errors.InvalidValue, match="a sketch of rank 20 of 39 parameters takes"):
         lw.laplace(model, (x, y), likelihood, structure=LowRank(20))
+
+
+@pytest.mark.parametrize("budget", [2**24, 2**26])
+def test_the_default_preconditioner_keeps_to_its_budget(budget: int) -> None:
+    """Of 20,000 parameters, and 10 outputs of 96 examples: 960 rows, nine times the smaller budget."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 123), nn.Tanh(), nn.Linear(123, 123), nn.Tanh(), nn.Linear(123, 10)).double()
+    x, y = torch.randn(96, 32, dtype=torch.float64), torch.randint(10, (96,))
+    tangent, structure = lw.linearize(net), lw.curvature.MatrixFree(samples=4, memory_budget=budget)
+
+    def fit() -> None:
+        state = lw.accumulate(structure, tangent, lw.likelihoods.Categorical(), (x, y))
+        assert state.structure.preconditioner == "nystrom"
+        assert state.structure.rank == min(100, budget // (8 * COPIES * tangent.layout.size))
+        state.structure.operator(state, torch.ones(1, dtype=torch.float64))
+
+    peak, _ = counted(fit, [*net.parameters(), *tangent.params.values(), x, y])
+    assert peak <= budget

@@ -166,9 +166,10 @@ class SketchSum:
         return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
-        for piece, some in self.tangent.pieces(x, u, self._bytes(x, u), self.budget // 2):
-            for rows in self.maker.rows(self.maker.run(piece), piece, some, self.budget // 4):  # (n, K, p)
-                self._add(rows)
+        part = self.budget // 8  # rows are there three times while the next are made, beside Y and Ω
+        for piece, some in self.tangent.pieces(x, u, self._bytes(x, u), 2 * part):
+            for rows in self.maker.rows(self.maker.run(piece), piece, some, part):  # (n, K, p)
+                self._add(rows.transpose(0, 1))
 
     def _bytes(self, x: Any, u: Tensor) -> int:
         if self.each is None:
@@ -177,12 +178,13 @@ class SketchSum:
         return self.each
 
     def _add(self, rows: Tensor) -> None:
+        """Rows (K, n, p), as they lie in memory."""
         groups = len(self.sketch)
         for g, tests in enumerate(self.tests):
-            mine = rows[:, g::groups].reshape(-1, rows.shape[-1]).to(tests)
+            mine = rows[g::groups].reshape(-1, rows.shape[-1]).to(tests)
             self.sketch[g] += (mine @ tests.mT).mT @ mine
-            squares = torch.einsum("mp,mp->p", mine, mine).to(self.trace)
-            self.trace[g] += torch.stack([squares[columns].sum() for columns in self.slices])
+            lengths = [torch.linalg.vector_norm(mine[:, columns], dtype=torch.float64) for columns in self.slices]
+            self.trace[g] += torch.stack(lengths).square()
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         return {"sketch": self.sketch, "trace": self.trace}, ()
@@ -192,13 +194,13 @@ def pseudorandom(k: int, tangent: TangentModel) -> Tensor:
     """Ω (k, p): entry (i, j) is uniform in [−½, ½), a hash of i and j (splitmix64), bit for bit the same on every
     machine, so that no state needs to keep it. Source: Steele, Lea and Flood 2014."""
     p = tangent.layout.size
-    rows = []
-    for i in range(k):
+    out = torch.empty(k, p, dtype=torch.float64)
+    for i, row in enumerate(out):
         z = (torch.arange(1, p + 1) + i * p) * -7046029254386353131
         z = (z ^ _right(z, 30)) * -4658895280553007687
         z = (z ^ _right(z, 27)) * -7723592293110705685
-        rows.append(_right(z ^ _right(z, 31), 11).to(torch.float64) * 2.0**-53 - 0.5)
-    return torch.stack(rows).to(tangent.device)
+        row[:] = _right(z ^ _right(z, 31), 11).to(torch.float64) * 2.0**-53 - 0.5
+    return out.to(tangent.device)
 
 
 def _right(z: Tensor, bits: int) -> Tensor:

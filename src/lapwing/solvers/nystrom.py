@@ -60,8 +60,10 @@ def from_sketch(sketch: Tensor, tests: Tensor) -> Nystrom:
     shift = _rounding(core, y)
     if shift == 0:
         return Nystrom(core.new_zeros(len(core)), q.mT.contiguous(), 0.0)
-    factor = _cholesky(core, shift)
-    half = torch.linalg.solve_triangular(factor, y + shift * q.mT, upper=False)  # halfᵀ half = Ĝ + νI on its range
+    y.add_(q.mT, alpha=shift)
+    del q  # as large as Y, like all that is left
+    half = torch.linalg.solve_triangular(_cholesky(core, shift), y, upper=False)  # halfᵀ half = Ĝ + νI on its range
+    del y
     _, s, v = torch.linalg.svd(half, full_matrices=False)
     return Nystrom((s.square() - shift).clamp(min=0), v, shift)
 
