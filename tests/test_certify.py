@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.certify import Reader, _trace
+from lapwing.certify import Reader, _trace, certify
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.operators import linalg
+from lapwing.solvers import slq
 
 ONE = torch.ones((), dtype=torch.float64)
 STRUCTURES = ("full", "block", "kron", "ekfac", "diag")
@@ -159,6 +160,24 @@ def test_probes_in_groups_are_the_same_probes() -> None:
     assert apart.passes > together.passes
     away = (together.log_det.samples - apart.log_det.samples).abs().max()
     assert float(away) < 0.1 * float(together.log_det.samples.std())
+
+
+def test_lanczos_vectors_that_do_not_fit_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them give the same log-determinant, in more steps."""
+    kept: list[int] = []
+
+    def watched(*arguments: Any) -> Any:
+        kept.append(arguments[-1])
+        return slq(*arguments)
+
+    monkeypatch.setattr("lapwing.certify.slq", watched)
+    data = batch(8, "gaussian")
+    la = lw.laplace(network(8), data, "gaussian", structure="diag")
+    found = [certify(la.state, la.prior, la.likelihood, data, 4, memory_budget=budget) for budget in (2**20, 2**12)]
+    assert kept[0] > 1_000
+    assert kept[1] == 2
+    away = (found[0].log_det.samples - found[1].log_det.samples).abs().max()
+    assert float(away) < 0.1 * float(found[0].log_det.samples.std())
 
 
 def test_standard_errors_fall_with_the_root_of_the_probes() -> None:

@@ -29,12 +29,13 @@ from lapwing.errors import InvalidValue, NotConverged
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import linalg
+from lapwing.operators.streamed import STEPS, WORK
 from lapwing.posterior import condition, curvature
 from lapwing.solvers import Estimate, cg, slq
 from lapwing.solvers.estimate import FEWEST, exactly, mean_of, ratio_of
+from lapwing.solvers.lanczos import SHORT
 
 MAX_STEPS = 500  # of CG and of Lanczos, a pass over the data each
-STEPS = 64  # of Lanczos, for which memory is planned
 TOLERANCE = {torch.float64: 1e-6}  # of CG, by the network's dtype
 COARSE = 1e-3  # where products are rounded to float32 or less
 
@@ -215,10 +216,12 @@ def _sum_diagonal(op: Any) -> Tensor:
 
 
 def _log_det(reader: Reader, precision: Any, k: int, generator: torch.Generator, budget: int) -> Estimate:
-    """−tr log(P⁻¹K), the probes in as few groups as their Lanczos vectors fit the memory budget."""
+    """−tr log(P⁻¹K), the probes in as few groups as their Lanczos vectors fit the memory budget; where those of the
+    fewest do not, only the last vectors are kept."""
     starts = linalg.draw(precision, k, generator)
-    at_once = max(1, budget // (8 * STEPS * starts.shape[-1]))
-    groups = starts.tensor_split(max(1, min(k // FEWEST, -(-k // at_once))))
+    room = budget // (8 * starts.shape[-1])  # vectors
+    groups = starts.tensor_split(max(1, min(k // FEWEST, -(-k // max(1, room // STEPS)))))
+    window = max(SHORT, room // len(groups[0]) - WORK)
 
     def step(v: Tensor) -> Tensor:
         return linalg.solve(precision, reader.product(v))
@@ -226,7 +229,7 @@ def _log_det(reader: Reader, precision: Any, k: int, generator: torch.Generator,
     def inner(v: Tensor) -> Tensor:
         return linalg.mv(precision, v)
 
-    found = [slq(step, some, lambda values: -values.log(), inner, MAX_STEPS)[0] for some in groups]
+    found = [slq(step, some, lambda values: -values.log(), inner, MAX_STEPS, window)[0] for some in groups]
     return mean_of(torch.cat([estimate.samples for estimate in found]))
 
 

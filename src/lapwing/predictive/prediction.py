@@ -24,6 +24,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.predictive import mixture, nodes, normal, plot, show, together
 from lapwing.predictive.link import LINKS, closed_form, psd_root, quasi_normal, resolve
 from lapwing.predictive.nodes import DRAWS, Nodes
+from lapwing.solvers.estimate import variance_of
 
 CHUNK = 2**24  # numbers in a chunk of draws
 TRIES = 1000  # draws of f for one that the likelihood can take
@@ -96,6 +97,12 @@ class Prediction:
     def f_var_standard_error(self) -> Tensor:
         """Of f_var: zero where it is exact, f_var √(2/k) where it is the mean square of k samples."""
         return self.f_var * (0.0 if self.samples is None else math.sqrt(2 / self.samples))
+
+    @property
+    def f_var_interval(self) -> tuple[Tensor, Tensor]:
+        """90 % for each f_var: by the χ² distribution that k samples have, however few; both ends are f_var where it is
+        exact."""
+        return (self.f_var, self.f_var) if self.samples is None else variance_of(self.f_var, self.samples)
 
     # -- the response y -------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
     mean_of(s)      s̄,      se = sd(s)/√k,                        s̄ ± t se
     ratio_of(a, b)  r = ā/b̄,  se = sd(a − r b)/(b̄ √k)  (delta method),   r exp(± t se/r)
+    variance_of     v̂ = Σ z²/k, z ~ N(0, v):  k v̂/v ~ χ²_k,       k v̂/χ²_k(.95) to k v̂/χ²_k(.05): exact for any k
 
 t is Student's quantile at k − 1 degrees of freedom. Means of positive numbers err more upward than downward; on the
 logarithmic scale, on which a ratio's interval is made, that skewness is mostly gone.
@@ -52,6 +53,12 @@ def ratio_of(top: Tensor, bottom: Tensor) -> Estimate:
     return Estimate(ratio, error, (ratio / factor, ratio * factor), top / bottom)
 
 
+def variance_of(mean_square: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """The ends of the interval of a variance, from the mean square of normal draws of mean zero."""
+    low, high = (samples / chi_square(0.5 + sign * LEVEL / 2, samples) for sign in (1, -1))
+    return low * mean_square, high * mean_square
+
+
 def _standard_error(samples: Tensor) -> float:
     if len(samples) < FEWEST:
         raise InvalidValue(f"a standard error needs at least {FEWEST} probes, got {len(samples)}")
@@ -68,3 +75,13 @@ def student_t(level: float, freedom: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92_160,
     )
     return z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
+
+
+def chi_square(level: float, freedom: int) -> float:
+    """The x with P(χ² ≤ x) = level, by bisection of the incomplete gamma function."""
+    half, low, high = torch.tensor(freedom / 2, dtype=torch.float64), 0.0, 2.0 * freedom + 100
+    for _ in range(100):
+        x = (low + high) / 2
+        below = float(torch.special.gammainc(half, torch.full_like(half, x / 2))) < level
+        low, high = (x, high) if below else (low, x)
+    return x
