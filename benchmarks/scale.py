@@ -149,7 +149,7 @@ def iterations(options: argparse.Namespace) -> dict[str, Any]:
         state = lw.accumulate(MatrixFree(samples=4, preconditioner=name), tangent, likelihood, loader)
         out["fit_cpu"][name] = time.process_time() - before
         if noise is None:
-            noise = state.source.noise(1, torch.Generator().manual_seed(0))
+            noise = state.source.noise(torch.arange(1), 0)
             start = torch.randn(1, p, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         op = state.structure.operator(state, one)
         op = replace(op, plan=replace(op.plan, max_steps=MOST))

@@ -6,6 +6,7 @@ over gloo and write what they found to a folder. The tests start it once and com
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import signal
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lapwing as lw
 from lapwing import center
 from lapwing.distributed import Ranks, Shard
-from lapwing.operators import linalg
+from lapwing.operators import Streamed, linalg
 
 N, CUTS = 23, {1: (0, 23), 2: (0, 9, 23), 3: (0, 9, 9, 23)}  # of three ranks the second has no data
 STRUCTURES: dict[str, Any] = {
@@ -164,14 +165,15 @@ def streams(rank: int, size: int) -> dict[str, Any]:
     likelihood, data = mine("gaussian", rank, size)
     data = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))] if data else []
     la = lw.laplace(network(), data, likelihood, structure=FREE, prior=3.0, process_group=group)
-    precision = la.posterior.precision
+    precision, ranks = la.posterior.precision, la.state.source.ranks
     vectors = torch.randn(3, la.state.layout.size, generator=G(5), dtype=torch.float64)
+    product = precision.root.product(vectors[ranks.share(3)], torch.ones(1, dtype=torch.float64))
     out: dict[str, Any] = {
-        "product": precision.root.product(vectors, torch.ones(1, dtype=torch.float64)),
+        "product": [ranks.whole(one, "a test") for one in product],
         "solve": linalg.solve(precision, vectors),
         "diagonal": linalg.diagonal(precision),
         "v*": la.recentered().tangent_map.vector,
-        "samples": la.solve.z,
+        "samples": la.gathered().solve.z,
         "draws": la.draw(1, G(7)),
         "variance": la.predict(inputs()[:3]).f_var,
     }
@@ -185,7 +187,8 @@ def streams(rank: int, size: int) -> dict[str, Any]:
     alike = [(inputs()[:6], problem("gaussian")[1][:6])]  # on every rank: noise that is the same would add up
     bare = lw.curvature.MatrixFree(preconditioner="none")
     root = lw.laplace(network(), alike, likelihood, structure=bare, process_group=group).state.source
-    out["noise"] = root.noise(400, G(8))[0], root.diagonal().sum()
+    noise = root.noise(torch.arange(400)[ranks.share(400)], 8)[0]
+    out["noise"] = ranks.whole(noise, "a test"), root.diagonal().sum()
     return out
 
 
@@ -194,8 +197,59 @@ def stochastic_solve(vectors: Tensor, rank: int, size: int) -> Tensor:
     likelihood, data = mine("gaussian", rank, size)
     group, structure = "world" if size > 1 else None, lw.curvature.MatrixFree(solver="sgd", tolerance=0.05)
     la = lw.laplace(network(), data, likelihood, structure=structure, prior=30.0, process_group=group)
-    la.state.source.noise(1, G(0))  # a pass, by which the number of batches is known
+    la.state.source.noise(torch.arange(1)[la.state.source.ranks.share(1)], 0)  # the number of batches is known by it
     return linalg.solve(la.posterior.precision, vectors)
+
+
+def spread(rank: int, size: int) -> dict[str, Any]:
+    """Samples that are spread over ranks, each of which has every size-th example."""
+    out: dict[str, Any] = {}
+    for kind in ("categorical", "noises"):
+        likelihood, y = problem(kind)
+        mine = inputs()[rank::size], y[rank::size]
+        data = [(mine[0][i : i + 7], mine[1][i : i + 7]) for i in range(0, len(mine[0]), 7)]
+        group, x = "world" if size > 1 else None, inputs()[:4] + 0.1
+        budget = 8 * 40 * 42 if kind == "noises" else 2**30  # of two samples at a time, or of spread ones one a rank
+        free = lw.curvature.MatrixFree(samples=5, tolerance=1e-10, preconditioner="nystrom", rank=9)
+        free = dataclasses.replace(free, memory_budget=budget)
+        la = lw.laplace(network(), data, likelihood, structure=free, prior=2.0, process_group=group)
+        most, kept = [0], Streamed.precondition
+
+        def counted(self: Streamed, r: Tensor, most: list[int] = most, kept: Any = kept) -> Tensor:
+            most[0] = max(most[0], len(r))
+            return kept(self, r)
+
+        Streamed.precondition = counted  # type: ignore[method-assign]
+        solve, noise = la.solve, la.posterior.precision.noise
+        Streamed.precondition = kept  # type: ignore[method-assign]
+        tuned, whole = la.tuned(), la.gathered()
+        out[f"{kind}, own"] = len(solve.z), noise.shape[1], most[0], solve.steps, solve.passes
+        found = {
+            "samples": whole.solve.z,
+            "dimension": la.effective_dimension(),
+            "residual": solve.residual < 1e-9,
+            "covariance": la.predict(x).covariance,
+            "joint": la.predict(x, joint=True).covariance,
+            "evidence": la.log_evidence(),
+            "kept": la.draw(3),
+            "one draw": la.draw(1, G(7)),
+            "draws": la.draw(4, G(8)),
+            "functions": la.function_samples(2)(x),
+            "traces": linalg.traces(la.posterior.precision, la.prior.operator()),
+            "image": linalg.mv(la.posterior.precision, torch.eye(42, dtype=torch.float64)[:2]),
+            "tuned": (tuned.prior.precision, tuned.log_evidence(), tuned.likelihood.hyperparameters),
+            "tuned covariance": tuned.predict(x, mean="tangent").covariance,
+            "tuned mean": tuned.predict(x, mean="tangent").f_mean,
+        }
+        if kind == "categorical":
+            held = [(x + 0.2, y) for x, y in data]
+            found["validated"] = la.tuned(method="validation", data=held, fixed="precision").temperature
+        out[kind] = found
+        out[f"{kind}, elsewhere"] = whole.predict(inputs()[rank : rank + 2]).covariance, la.predict(inputs()).covariance
+        tuned = tuned.gathered()
+        if rank == 0:
+            tuned.save(f"{FOLDER[0]}/{kind} of {size}")
+    return out
 
 
 def sampled(rank: int, size: int) -> dict[str, Any]:
@@ -235,8 +289,16 @@ def traffic(rank: int, size: int) -> dict[str, Any]:
     la = lw.laplace(network(), data, likelihood, structure=FREE, process_group="world")
     counted = la.data.ranks.traffic
     counted.clear()
-    la.state.source.product(torch.ones(3, la.state.layout.size, dtype=torch.float64), torch.ones(1).double())
+    own = torch.ones(3, la.state.layout.size, dtype=torch.float64)[la.data.ranks.share(3)]
+    la.state.source.product(own, torch.ones(1).double())
     out["product"] = dict(counted)
+    counted.clear()
+    la.state.source.noise(torch.arange(3)[la.data.ranks.share(3)], 0)
+    out["noise"] = dict(counted)
+    _ = la.solve
+    counted.clear()
+    la.predict(inputs()[:3])
+    out["prediction"] = dict(counted)
     return out
 
 
@@ -261,6 +323,9 @@ def faults(rank: int, size: int) -> dict[str, Any]:
     repeating = DataLoader(TensorDataset(x, y), sampler=DistributedSampler(x, num_replicas=size, rank=rank))
     cut = network()
     cut[0].weight = nn.Parameter(distribute_tensor(cut[0].weight.data, init_device_mesh("cpu", (size,))))
+    other = la.replace(prior=2.0).posterior.precision
+    if odd:
+        object.__setattr__(other, "precondition", lambda r: 1 / 0 if len(r) else r)
     cases: dict[str, Callable[[], Any]] = {
         "repeats": lambda: fit(batches=repeating),
         "cut": lambda: fit(cut),
@@ -275,8 +340,13 @@ def faults(rank: int, size: int) -> dict[str, Any]:
         "no data": lambda: fit(batches=[]),
         "not data": lambda: fit(batches=7 if odd else data),
         "argument": lambda: fit(prior="odd" if odd else 1.0),
-        "step": lambda: la.state.source.noise(2, G(0)) if odd else plain.recentered(),
+        "step": lambda: la.state.source.noise(torch.arange(1), 0) if odd else plain.recentered(),
         "generator": lambda: la.posterior.draw(2, G(rank)),
+        "vectors": lambda: linalg.solve(la.posterior.precision, torch.full((2, 42), 1.0 + rank).double()),
+        "in a solve": lambda: other.samples,
+        "inputs": lambda: la.predict(x[:2] + rank),
+        "NaN inputs": lambda: la.predict(x[:2] / (0.0 if odd else 1.0)),
+        "file": lambda: la.save(f"{FOLDER[0]}/spread"),
         "another pass": lambda: grown.recentered(),
         "another product": lambda: grown.solve,
     }
@@ -304,7 +374,7 @@ class Ordered(nn.Module):
 def told(case: Callable[[], Any]) -> tuple[str, str]:
     try:
         case()
-    except lw.errors.LapwingError as error:
+    except (lw.errors.LapwingError, ZeroDivisionError) as error:
         return type(error).__name__, str(error)
     return "", "nothing"
 
@@ -314,14 +384,24 @@ def killed(rank: int, size: int) -> dict[str, Any]:
     likelihood, data = mine("gaussian", rank, size)
 
     class Deadly(list):
+        armed = size == 2
+
         def __iter__(self) -> Iterator[Any]:
             for i, batch in enumerate(data):
-                if rank == 1 and i == 2:
+                if self.armed and rank == size - 1 and i == 2:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield batch
 
+    deadly = Deadly(data)
+
+    def fit() -> None:
+        structure = "kron" if size == 2 else FREE  # of three, it dies in a product of a solve
+        la = lw.laplace(network(), deadly, likelihood, structure=structure, process_group="world")
+        deadly.armed = True
+        _ = la.solve
+
     begun = time.monotonic()
-    name, text = told(lambda: lw.laplace(network(), Deadly(data), likelihood, structure="kron", process_group="world"))
+    name, text = told(fit)
     return {"error": (name, text), "seconds": time.monotonic() - begun}
 
 
@@ -342,11 +422,12 @@ SESSIONS: dict[str, tuple[Callable[[int, int], dict[str, Any]], tuple[int, ...]]
     "fits": (fits, (1, 2, 3)),
     "verbs": (verbs, (1, 3)),
     "streams": (streams, (1, 2, 3)),
+    "spread": (spread, (1, 2, 3)),
     "sampled": (sampled, (1, 2)),
     "bases": (bases, (2,)),
     "traffic": (traffic, (2,)),
     "faults": (faults, (2,)),
-    "killed": (killed, (2,)),
+    "killed": (killed, (2, 3)),
     "absent": (absent, (2,)),
 }
 TIMEOUTS = {"killed": 10, "absent": 2}
@@ -537,6 +618,43 @@ def test_samples_of_ranks_have_the_exact_posterior(folder: Path, size: int) -> N
     assert abs(float(rank["evidence"] - tuned.log_evidence())) < 1
 
 
+SPREAD = ("categorical", "noises")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", SPREAD)
+def test_spread_samples_are_those_of_one_process(folder: Path, kind: str, size: int) -> None:
+    """Samples, draws, evidence, tuning and predictions of five samples over two and three ranks."""
+    ranks, (alone,) = found(folder, "spread", size), found(folder, "spread", 1)
+    assert_same([rank[kind] for rank in ranks])
+    for key, value in ranks[0][kind].items():
+        close(value, alone[kind][key], 1e-6)
+
+
+@pytest.mark.parametrize(("size", "shares"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1])])
+@pytest.mark.parametrize("kind", SPREAD)
+def test_each_rank_holds_its_share_of_the_samples(folder: Path, kind: str, size: int, shares: list[int]) -> None:
+    """Samples, their base noise, and what conjugate gradients keep of them."""
+    for rank, share in zip(found(folder, "spread", size), shares, strict=True):
+        held, noise, solved, *_ = rank[f"{kind}, own"]
+        assert (held, noise) == (share, share)
+        assert solved == (share if kind == "categorical" else 2 if size == 1 else 1)  # at a time, as the budget has it
+    told = [rank[f"{kind}, own"][3:] for rank in found(folder, "spread", size)]
+    assert len(set(told)) == 1  # steps and passes
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", SPREAD)
+def test_gathered_samples_leave_the_group(folder: Path, kind: str, size: int) -> None:
+    """Each rank then predicts at inputs of its own, and one saves a file that is whole."""
+    for i, rank in enumerate(found(folder, "spread", size)):
+        elsewhere, everywhere = rank[f"{kind}, elsewhere"]
+        close(elsewhere, everywhere[i : i + 2])
+        back = lw.load(folder / f"{kind} of {size}", network())
+        close(back.predict(inputs()[:4] + 0.1).covariance, rank[kind]["tuned covariance"])
+        assert len(back.solve.z) == 5
+
+
 def test_sampled_factors_are_drawn_apart_on_each_rank(folder: Path) -> None:
     ranks, (alone,) = found(folder, "sampled", 2), found(folder, "sampled", 1)
     assert not torch.equal(ranks[0]["own"], ranks[1]["own"])
@@ -571,9 +689,16 @@ def test_bytes_are_those_of_the_cost_model(folder: Path) -> None:
     for rank in found(folder, "traffic", 2):
         assert {name: rank[name]["sum bytes"] for name in STRUCTURES} == {k: 8 * v for k, v in expected.items()}
         assert rank["dual"]["gather bytes"] == 14 * 8 * (3 + 1 * 2)  # of the larger shard: inputs, and a cotangent
-        assert rank["product"]["sum bytes"] == 8 * (3 * 42 + 3 + 1) + 16
         assert rank["kron"]["sum messages"] == 2
-        assert rank["product"]["sum messages"] == 2  # vectors with all other floats, and counts
+        # three vectors over two ranks: two each, the second of rank 1 padded
+        assert [rank["product"][f"{kind} bytes"] for kind in ("gather", "scatter", "sum")] == [
+            8 * 2 * 42,
+            8 * 4 * (42 + 1),
+            8 + 16,
+        ]
+        assert [rank["product"][f"{kind} messages"] for kind in ("gather", "scatter", "control")] == [1, 1, 4]
+        assert [rank["noise"][f"{kind} bytes"] for kind in ("gather", "scatter")] == [8 * 2, 8 * 4 * 42]
+        assert rank["prediction"]["gather bytes"] == 8 * 2 * 3 * 2  # two of four samples at three inputs, two outputs
 
 
 FAULTS = {  # what both ranks are told
@@ -591,12 +716,17 @@ FAULTS = {  # what both ranks are told
     "step": "rank 0: reading the data for the tangent map; rank 1: the noise of the data",
     "another pass": "24 examples, not 23",
     "another product": "pass 1 had 24 examples, not 23",
+    "generator": "generators must be in the same state on every rank",
+    "inputs": "the inputs differ between ranks",
+    "file": "call la = la.gathered() on every rank",
 }
 LOCAL = {  # what rank 1 does wrong, and rank 0 is told
     "NaN": "the inputs hold 15 NaN",
     "not data": "got int",
     "argument": "got 'odd'",
-    "generator": "vectors of a product must be the same on every rank",
+    "vectors": "right-hand sides must be the same on every rank",
+    "in a solve": "division by zero",
+    "NaN inputs": "NaN or infinite values",
 }
 
 
@@ -609,10 +739,10 @@ def test_what_ranks_differ_in_is_told_to_all(folder: Path, fault: str) -> None:
 @pytest.mark.parametrize("fault", LOCAL)
 def test_an_error_on_one_rank_is_an_error_on_all(folder: Path, fault: str) -> None:
     told_0, told_1 = (rank[fault] for rank in found(folder, "faults", 2))
-    assert told_1[0] == "InvalidValue"
+    assert told_1[0] == ("ZeroDivisionError" if fault == "in a solve" else "InvalidValue")
     assert LOCAL[fault] in told_1[1]
     assert told_0[0] == "RankFailed"
-    assert f"rank 1: InvalidValue: {told_1[1]}" in told_0[1]
+    assert f"rank 1: {told_1[0]}: {told_1[1]}" in told_0[1]
 
 
 def test_a_group_is_usable_after_an_error(folder: Path) -> None:
@@ -622,12 +752,15 @@ def test_a_group_is_usable_after_an_error(folder: Path) -> None:
     assert_same([rank["still"] for rank in ranks])
 
 
-def test_a_killed_rank_ends_the_others_with_an_error(folder: Path) -> None:
-    assert not (folder / "killed 1 of 2.pt").exists()
-    rank = torch.load(folder / "killed 0 of 2.pt", weights_only=False)
-    assert rank["error"][0] == "RankFailed"
-    assert "start all of them again" in rank["error"][1]
-    assert rank["seconds"] < TIMEOUTS["killed"]
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_killed_rank_ends_the_others_with_an_error(folder: Path, size: int) -> None:
+    """In a fit, and of three in a product of a solve."""
+    assert not (folder / f"killed {size - 1} of {size}.pt").exists()
+    for i in range(size - 1):
+        rank = torch.load(folder / f"killed {i} of {size}.pt", weights_only=False)
+        assert rank["error"][0] == "RankFailed"
+        assert "start all of them again" in rank["error"][1]
+        assert rank["seconds"] < TIMEOUTS["killed"]
 
 
 def test_a_rank_that_does_not_come_ends_the_others_at_the_timeout(folder: Path) -> None:

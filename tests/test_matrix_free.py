@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.curvature import MatrixFree
+from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue, NotConverged, NotPositiveDefinite, Unsupported
 from lapwing.operators import Diagonal, Plan, Streamed, linalg
 from lapwing.solvers import Estimate, Lanczos
+from lapwing.solvers.noise import Placed, generator_of
 from lapwing.solvers.sgd import sgd
 
 TIGHT = 1e-12
@@ -112,12 +114,17 @@ def precision_of(la: lw.Laplace) -> Streamed:
     return la.posterior.precision
 
 
+def based(seed: int, k: int, n: int, c: int) -> Tensor:
+    """The standard normal numbers of k samples at n examples with c outputs."""
+    return Placed(seed, torch.arange(k), torch.arange(n)).normal(torch.empty(k, n, c, dtype=torch.float64))
+
+
 class MatrixRoot:
     """R by a matrix in memory: an operator's root that owes nothing to a network."""
 
     def __init__(self, R: Tensor, sign: float = 1.0) -> None:
         self.R, self.sign, self.passes, self.batches = R, sign, 0, 4
-        self.size = R.shape[1]
+        self.size, self.ranks = R.shape[1], ALONE
 
     def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         self.passes += 1
@@ -129,8 +136,8 @@ class MatrixRoot:
             for part in self.R.tensor_split(self.batches):
                 yield lambda v, part=part: weights[0] * (len(self.R) / len(part)) * (v @ part.mT) @ part
 
-    def noise(self, k: int, generator: torch.Generator) -> Tensor:
-        return (torch.randn(k, len(self.R), generator=generator, dtype=torch.float64) @ self.R).unsqueeze(0)
+    def noise(self, columns: Tensor, seed: int) -> Tensor:
+        return (based(seed, len(columns), 1, len(self.R))[:, 0] @ self.R).unsqueeze(0)
 
     def amplitudes(self, weights: Tensor) -> Tensor:
         return weights.sqrt()
@@ -212,8 +219,8 @@ def test_both_objectives_of_sample_then_optimize_have_the_sample_as_minimizer(se
     likelihood = lw.likelihoods.Gaussian(sigma)
     la = lw.laplace(net, (x, y), likelihood, structure=MatrixFree(samples=5, tolerance=1e-14, seed=seed), prior=a)
     J = jacobian(net, lambda twin: twin(x)).reshape(-1, 39)
-    e = torch.randn(5, 17, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).reshape(5, -1)
-    e0 = torch.randn(5, 39, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    e = based(seed, 5, 17, 3).reshape(5, -1)
+    e0 = torch.stack([torch.randn(39, generator=generator_of(seed + 1, j), dtype=torch.float64) for j in range(5)])
     top = torch.cat([J / sigma, a**0.5 * torch.eye(39, dtype=torch.float64)])
     noisy = torch.cat([e, e0], 1)  # ½Σ‖Jz − ε‖²_Λ + ½‖z − θ₀‖²_A, with Λε = S e
     moved = torch.cat([0 * e, a**0.5 * (e0 / a**0.5 + e @ (J / sigma) / a)], 1)  # ½Σ‖Jz‖²_Λ + ½‖z − θᴺ‖²_A

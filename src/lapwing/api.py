@@ -184,6 +184,14 @@ class Laplace:
         """The same curvature under another prior or noise; a tangent center is solved for when it is needed."""
         return replace(self, prior=self._prior(prior), likelihood=self._likelihood(likelihood), tuning=None, at=None)
 
+    def gathered(self) -> Laplace:
+        """matrix_free over a process group, called on every rank: the same with all samples on each, for predictions at
+        inputs of a rank's own and to save. Other posteriors are whole on every rank as they are."""
+        if not self.streams:
+            return self
+        cache = {**self.state.cache, "streamed": self._spread.precision.gathered().cache}
+        return replace(self, state=replace(self.state, cache=cache))
+
     @torch.inference_mode(False)
     def recentered(self, data: Any = None) -> Laplace:
         """The same prior and noise, centered at the tangent MAP v*: the evidence, and draws, are taken there."""
@@ -334,7 +342,8 @@ class Laplace:
 
     @property
     def solve(self) -> Samples:
-        """matrix_free: the samples of the posterior and how they were solved for, residual, steps and passes."""
+        """matrix_free: the samples of the posterior (over a process group, this rank's) and how they were solved for,
+        residual, steps and passes."""
         precision = self._spread.precision
         if not isinstance(precision, Streamed):
             raise Unsupported(f"structure '{self.state.structure}' is factorized, not solved by iteration")

@@ -6,10 +6,14 @@
 Local work is done inside `told`, at whose end the ranks meet: an error on one is an error on all, and ranks that fell
 out of step are an error too, so that nobody waits for what will not come. A rank that died, or does not come within the
 group's timeout, ends the others with an error. What ranks compute from sums over ranks is the same on all, since the
-sums are, bit by bit; where it could differ all the same (eigenvectors, vectors of an iteration) it is compared.
+sums are, bit by bit; where it could differ all the same (eigenvectors, right-hand sides) it is compared.
 
-`traffic` counts bytes and messages as they are handed to a collective: "sum" and "gather" for what the cost model of
-docs/scaling.md counts (as they are, also where they travel with a header), "control" for the rest.
+Columns (samples, right-hand sides, probes) are spread over ranks: of k columns each rank holds its `share`, in order.
+What needs the data of all ranks sees the columns of all for a while (`parts`), and what it sums over the data goes back
+to the ranks that own them (`returned`).
+
+`traffic` counts bytes and messages as they are handed to a collective: "sum", "gather" and "scatter" for what the cost
+model of docs/scaling.md counts (as they are, also where they travel with a header), "control" for the rest.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ WORDS = 126  # numbers that travel with a header
 SMALL = 2**16  # bytes up to which tensors travel together
 ROUNDING = 1e-3  # by how much vectors of an iteration may differ between ranks, relative: machines round differently
 CHUNK = 2**22  # numbers that are hashed at a time
+TOLD = "told_to_all_ranks"  # an attribute of an error that every rank has raised, or heard of
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +70,12 @@ class Ranks:
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
-        """Local work, without collectives inside: if it fails on one rank, every rank raises at its end."""
+        """Local work: if it fails on one rank, every rank raises, at its end or where they meet next inside."""
         error: Exception | None = None
         try:
             yield
         except Exception as found:
-            if self.alone:
+            if self.alone or getattr(found, TOLD, False):
                 raise
             error = found
         self.meet(what, error)
@@ -88,14 +93,16 @@ class Ranks:
         if any(bool(one[0]) for one in found):
             texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
             if error is not None:
-                raise error
+                raise _told(error)
             told = "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text is not None)
-            raise RankFailed(f"{what} failed on another rank, and so on all. {told}")
+            raise _told(RankFailed(f"{what} failed on another rank, and so on all. {told}"))
         if len({int(one[1]) for one in found}) > 1:
             places = "; ".join(f"rank {r}: {place}" for r, place in enumerate(self.gather(what)))
-            raise RankFailed(
-                f"the ranks are out of step. {places}. Every rank must call the same methods, with the same arguments "
-                "and in the same order"
+            raise _told(
+                RankFailed(
+                    f"the ranks are out of step. {places}. Every rank must call the same methods, with the same "
+                    "arguments and in the same order"
+                )
             )
         return [one[2 : 2 + len(brought)] for one in found]
 
@@ -172,6 +179,10 @@ class Ranks:
         """The largest of a whole number over ranks."""
         return max(int(one) for one in self.meet(what, words=torch.tensor([n])))
 
+    def anywhere(self, here: bool, what: str) -> bool:
+        """Whether it is so on any rank."""
+        return any(bool(one) for one in self.meet(what, words=torch.tensor([int(here)])))
+
     def gather(self, thing: Any, what: str = "") -> list[Any]:
         """What each rank has, in the order of ranks; small things."""
         if self.alone:
@@ -226,6 +237,52 @@ class Ranks:
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         return torch.Generator(generator.device).manual_seed(_hashed(f"{seed} {self.rank}") % 2**62)
 
+    def seed(self, generator: torch.Generator) -> int:
+        """A number from a generator, which must be in the same state on all ranks."""
+        drawn = torch.randint(2**62, (1,), generator=generator, device=generator.device)
+        if len({int(one) for one in self.meet("a seed", words=drawn.cpu())}) > 1:
+            raise InvalidValue(
+                "generators must be in the same state on every rank, and give different numbers; seed them alike, and "
+                "call with them in the same order"
+            )
+        return int(drawn)
+
+    # -- columns that are spread over ranks -------------------------------------------------------------------------
+
+    def share(self, k: int) -> slice:
+        """Which of k columns are this rank's: as many as others', or one more."""
+        each, more = divmod(k, self.size)
+        start = self.rank * each + min(self.rank, more)
+        return slice(start, start + each + (self.rank < more))
+
+    def parts(self, mine: Tensor, what: str) -> list[Tensor]:
+        """The columns (k_r, ...) of every rank, in the order of ranks; they travel padded to the most that one has."""
+        if self.alone:
+            return [mine]
+        what = f"{what}: columns of {tuple(mine.shape[1:])}, {mine.dtype}"
+        counts = [int(one) for one in self.meet(what, words=torch.tensor([len(mine)]))]
+        if not any(counts):
+            return [mine for _ in counts]
+        padded = _padded(mine.detach(), max(counts)).to(self.device)
+        found = padded.new_empty(len(counts), *padded.shape)
+        self._call("gather", _bytes(padded), dist.all_gather, list(found.unbind()), padded)
+        return [part[:n].to(mine.device) for part, n in zip(found, counts, strict=True)]
+
+    def whole(self, mine: Tensor, what: str) -> Tensor:
+        """The columns of all ranks, on every rank."""
+        return mine if self.alone else torch.cat(self.parts(mine, what))
+
+    def returned(self, total: Tensor, counts: Sequence[int], what: str) -> Tensor:
+        """Σ over ranks of what each has for the columns of all, (Σ_r k_r, ...): to each rank its own."""
+        if self.alone or not len(total):
+            return total
+        self.meet(f"{what}: sums of columns {tuple(counts)} of {tuple(total.shape[1:])}")
+        most = max(counts)
+        padded = [_padded(part, most).to(self.device) for part in total.split(list(counts))]
+        mine = torch.empty_like(padded[0])
+        self._call("scatter", sum(map(_bytes, padded)), dist.reduce_scatter, mine, padded)
+        return mine[: counts[self.rank]].to(total.device)
+
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def _sum(self, tensor: Tensor) -> Tensor:
@@ -243,10 +300,13 @@ class Ranks:
         try:
             collective(*args, group=self.group)
         except RuntimeError as error:
-            raise RankFailed(
-                f"rank {self.rank} of {self.size} lost the group ({error}). A process died, does not call what the "
-                "others call, or took longer than the group's timeout: look for the first error in the output of the "
-                "other ranks; then start all of them again, with a longer init_process_group(timeout=) if one is slow"
+            raise _told(
+                RankFailed(
+                    f"rank {self.rank} of {self.size} lost the group ({error}). A process died, does not call what the "
+                    "others call, or took longer than the group's timeout: look for the first error in the output of "
+                    "the other ranks; then start all of them again, with a longer init_process_group(timeout=) if one "
+                    "is slow"
+                )
             ) from error
         self._count(kind, size)
 
@@ -307,6 +367,16 @@ def _difference(theirs: tuple[tuple[str, str], ...], usual: tuple[tuple[str, str
         return ""
     more, of = (theirs, "has") if len(theirs) > len(usual) else (usual, "lacks")
     return f"{of} {more[min(len(theirs), len(usual))][0]}, unlike rank {rank}"
+
+
+def _told(error: Exception) -> Exception:
+    setattr(error, TOLD, True)
+    return error
+
+
+def _padded(rows: Tensor, n: int) -> Tensor:
+    """With rows of zeros, n in all."""
+    return rows.contiguous() if len(rows) == n else torch.cat([rows, rows.new_zeros(n - len(rows), *rows.shape[1:])])
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -135,6 +135,11 @@ def unpack_center(tensors: dict[str, Tensor], header: dict[str, Any], device: to
 
 def pack_samples(precision: Streamed) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The samples of a streamed precision, solved for if they are not yet, and log|M| where it is known."""
+    if not precision.ranks.alone:
+        raise InvalidValue(
+            f"its samples are spread over {precision.ranks.size} ranks: call la = la.gathered() on every rank, then "
+            "save on one of them"
+        )
     found = precision.samples
     tensors = {f"samples.{name}": getattr(found, name) for name in ("z", "gamma", "squares")}
     known = precision.cache.get("logdet")

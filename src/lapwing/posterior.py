@@ -28,7 +28,7 @@ class Gaussian:
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n weight vectors, (n, p); without a generator, those that predictions are made from, where some are kept."""
         if generator is None and isinstance(self.precision, Streamed) and n <= self.precision.plan.samples:
-            return self.mean + self.precision.spread[:n]
+            return self.mean + self.precision.first(n)
         generator = generator or torch.Generator().manual_seed(0)
         return self.mean + linalg.draw(self.precision, n, generator)
 

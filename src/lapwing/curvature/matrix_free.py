@@ -34,6 +34,7 @@ from lapwing.likelihoods import Likelihood, polarization
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import Plan, Streamed
 from lapwing.operators.streamed import Product
+from lapwing.solvers.noise import Placed
 from lapwing.tangent import TangentModel
 
 FINE, COARSE, STOCHASTIC = 1e-6, 1e-3, 2e-2  # tolerances: of a float64 network, of a coarser one, and of SGD
@@ -44,7 +45,10 @@ FINE, COARSE, STOCHASTIC = 1e-6, 1e-3, 2e-2  # tolerances: of a float64 network,
 
 @dataclass(frozen=True, eq=False)
 class DataRoot:
-    """R = Λ^½ J over the data at unit noise, by products. A pass over other data than the fit's is an error."""
+    """R = Λ^½ J over the data at unit noise, by products. A pass over other data than the fit's is an error.
+
+    Of data and columns that are spread over ranks, each rank brings its own columns, multiplies those of all by its own
+    data, and is given the sums over all data for its own."""
 
     tangent: TangentModel
     likelihood: Likelihood
@@ -91,22 +95,30 @@ class DataRoot:
     @torch.inference_mode(False)
     @torch.no_grad()
     def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ_h w_h G_h v (k, p), and vᵀG_h v (k, h)."""
-        v = self.ranks.same(v, "vectors of a product")
-        total = torch.zeros(v.shape, dtype=torch.float64, device=self.tangent.device)
-        squares = total.new_zeros(len(v), self.weights)
-        watch = _Watch(self)
+        """Σ_h w_h G_h v (k, p), and vᵀG_h v (k, h), for this rank's columns v."""
+        parts = self.ranks.parts(v, "vectors of a product")
+        if not any(map(len, parts)):
+            return v.new_zeros(v.shape), v.new_zeros(0, self.weights)
+        v, sums, watch = self._joined(parts), self._sums(parts), _Watch(self)
         with self.ranks.told("a product"):
             for x, y in self._each():
                 for piece, targets in pieces(self.tangent, x, y, len(v)):
-                    self._add(piece, targets, v, weights, total, squares, watch)
-        total, squares = watch.check(total, squares)
-        return total, squares
+                    self._add(piece, targets, v, weights, sums, watch)
+        watch.check()
+        out = self.ranks.returned(sums, [len(part) for part in parts], "a product")
+        return out[:, : self.size], out[:, self.size :]
 
-    def _add(
-        self, x: Any, y: Tensor, v: Tensor, weights: Tensor, total: Tensor, squares: Tensor, watch: _Watch | None
-    ) -> None:
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _sums(self, parts: list[Tensor]) -> Tensor:
+        """Of products, and beside them of squares: (k, p + h)."""
+        k = sum(map(len, parts))
+        return torch.zeros(k, self.size + self.weights, dtype=torch.float64, device=self.tangent.device)
+
+    def _add(self, x: Any, y: Tensor, v: Tensor, weights: Tensor, sums: Tensor, watch: _Watch | None) -> None:
         found: list[Tensor] = []
+        total, squares = sums[:, : self.size], sums[:, self.size :]
 
         def middle(f: Tensor, jv: Tensor) -> Tensor:
             if watch is not None and not found:
@@ -148,36 +160,44 @@ class DataRoot:
 
     def _estimate(self, batch: tuple[Any, Tensor] | None, n: int, weights: Tensor, v: Tensor) -> Tensor:
         """(N/n) Σ_h w_h G_h v of n examples, of which this rank has a batch, or none."""
-        v = self.ranks.same(v, "vectors of a minibatch")
-        total = torch.zeros(v.shape, dtype=torch.float64, device=self.tangent.device)
-        squares = total.new_zeros(len(v), self.weights)
+        parts = self.ranks.parts(v, "vectors of a minibatch")
+        if not any(map(len, parts)):
+            return v
+        v, sums = self._joined(parts), self._sums(parts)
         with self.ranks.told("a minibatch"):
             for piece, targets in () if batch is None else pieces(self.tangent, *batch, len(v)):
-                self._add(piece, targets, v, weights, total, squares, None)
-        return self.ranks.total([total], "a minibatch")[0] * (self.n / n)
+                self._add(piece, targets, v, weights, sums, None)
+        out = self.ranks.returned(sums, [len(part) for part in parts], "a minibatch")
+        return out[:, : self.size] * (self.n / n)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def noise(self, k: int, generator: torch.Generator) -> Tensor:
+    def noise(self, columns: Tensor, seed: int) -> Tensor:
         """Σ_n J_nᵀ s_n e_n for the columns s of S_n, each with the standard normal numbers e_n that `amplitudes` tell,
-        (h, k, p)."""
-        total = torch.zeros(self.weights, k, self.size, dtype=torch.float64, device=self.tangent.device)
-        watch, own = _Watch(self), self.ranks.own(generator)
-        with self.ranks.told("the noise of the data"):
+        for this rank's columns of the noise: (h, k, p). Examples are numbered as if ranks took turns, so that one
+        process draws the same where rank r of R has every R-th of its examples, from the r-th on."""
+        parts, ranks = self.ranks.parts(columns, "the noise of the data"), self.ranks
+        every = self._joined(parts)
+        k, watch, seen = len(every), _Watch(self), 0
+        total = torch.zeros(k, self.weights, self.size, dtype=torch.float64, device=self.tangent.device)
+        with ranks.told("the noise of the data"):
             for x, y in self._each():
                 f = self.tangent(x)
                 flat = flat_outputs(f)
                 rows = self.likelihood.rows(y, len(flat))
                 watch.see(flat, y)
+                placed = Placed(seed, every, torch.arange(seen, seen + len(y)) * ranks.size + ranks.rank)
+                seen += len(y)
                 if self.weights == 1:
-                    u = [self.likelihood.curvature_noise(flat, rows, k, own)]
+                    u = [self.likelihood.curvature_noise(flat, rows, k, placed)]
                 else:
                     root = self.likelihood.curvature_root(flat, rows)
-                    e = torch.randn((k, *root[:, 0].shape), generator=own, dtype=root.dtype, device=own.device)
+                    e = placed.normal(root[:, 0].expand(k, -1, -1))
                     u = [root[..., a] * e[..., b, None].to(root) for a, b in zip(*self._families, strict=True)]
-                for into, one in zip(total, u, strict=True):
-                    into += self.tangent.vjps(x, one.reshape(k, *f.shape))
-        return watch.check(total)[0]
+                for h, one in enumerate(u):
+                    total[:, h] += self.tangent.vjps(x, one.reshape(k, *f.shape))
+        watch.check()
+        return ranks.returned(total, [len(part) for part in parts], "the noise of the data").transpose(0, 1)
 
     @property
     def _families(self) -> tuple[list[int], list[int]]:
@@ -237,13 +257,13 @@ class _Watch:
         for key, value in root.likelihood.statistics(f, root.likelihood.rows(y, len(f))).items():
             self.statistics[key] = self.statistics[key] + value if key in self.statistics else value
 
-    def check(self, *sums: Tensor) -> list[Tensor]:
-        """What was summed in the pass, over all ranks, if it was over the data of the fit."""
+    def check(self) -> None:
+        """Raise unless the pass was over the data of the fit, on all ranks together."""
         root, keys = self.root, list(self.root.statistics)
         mine = [self.statistics.get(key, torch.zeros_like(value)) for key, value in root.statistics.items()]
         counts = torch.tensor([self.n, (self.targets + 2**63) % 2**64 - 2**63])  # sums wrap modulo 2⁶⁴
-        *found_sums, counts = root.ranks.total([*sums, *mine, counts], "a pass over the data")
-        out, statistics = found_sums[: len(sums)], dict(zip(keys, found_sums[len(sums) :], strict=True))
+        *found_sums, counts = root.ranks.total([*mine, counts], "a pass over the data")
+        statistics = dict(zip(keys, found_sums, strict=True))
         n, targets = int(counts[0]), int(counts[1]) % 2**64
         found = ""
         if n != root.n:
@@ -258,7 +278,6 @@ class _Watch:
                 f"matrix-free needs the same data each pass: pass {root.passes} had {found}; give a loader without "
                 "augmentation, dropped batches or sampling with replacement (shuffling does no harm)"
             )
-        return out
 
 
 # -- the structure -----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
+from lapwing.solvers.noise import Placed
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Likelihood:
     outcome: ClassVar[str] = ""  # what y is, where other likelihoods have densities of the same
     concave: ClassVar[bool] = True  # in f, for every y: what the tangent MAP needs
     event: ClassVar[int] = 1  # dimensions of y that belong to one row of f: 0 where y is a label
-    paired: ClassVar[bool] = False  # curvature weights are of outputs and of pairs of them, of both signs: polarization.py
+    paired: ClassVar[bool] = False  # weights are of outputs and of pairs of them, with both signs: polarization.py
     quadratic: ClassVar[bool] = False  # in f: the curvature is the same at every f
     response: ClassVar[str] = ""  # how E[y|f] comes from f: "identity", "softmax", "sigmoid", or "" for any other way
     classes: ClassVar[bool] = False  # y is a class, and E[y|f] are probabilities
@@ -173,7 +174,7 @@ class Likelihood:
         """tr S Sᵀ of each row at unit scale, (n,)."""
         return self.curvature_root(f, y).square().sum((-1, -2))
 
-    def curvature_noise(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    def curvature_noise(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator | Placed) -> Tensor:
         """S e for k standard normal e, which has the covariance S Sᵀ: (k, n, c)."""
         root = self.curvature_root(f, y)
         noise = standard_normal(root[:, 0].expand(k, *root[:, 0].shape), generator)
@@ -294,5 +295,7 @@ def check_finite(y: Tensor) -> None:
         raise InvalidValue("the targets hold NaN or infinite values; clean the data before fitting")
 
 
-def standard_normal(like: Tensor, generator: torch.Generator) -> Tensor:
+def standard_normal(like: Tensor, generator: torch.Generator | Placed) -> Tensor:
+    if isinstance(generator, Placed):
+        return generator.normal(like)
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods.base import Likelihood, check_labels, standard_normal
+from lapwing.solvers.noise import Placed
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Categorical(Likelihood):
         p = torch.softmax(f, -1)
         return (p * (1 - p)).sum(-1)
 
-    def curvature_noise(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    def curvature_noise(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator | Placed) -> Tensor:
         p = torch.softmax(f, -1)
         e = p.sqrt() * standard_normal(p.expand(k, *p.shape), generator)  # (diag √p − p √pᵀ) e
         return e - p * e.sum(-1, keepdim=True)

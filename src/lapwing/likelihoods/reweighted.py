@@ -20,6 +20,7 @@ from torch.func import vmap
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods.base import Likelihood, as_positive
 from lapwing.likelihoods.categorical import Categorical
+from lapwing.solvers.noise import Placed
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Reweighted(Likelihood):
         y, w = self.parted(f, y)
         return w * self.base.curvature_trace(f, y)
 
-    def curvature_noise(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    def curvature_noise(self, f: Tensor, y: Tensor, k: int, generator: torch.Generator | Placed) -> Tensor:
         y, w = self.parted(f, y)
         return w.sqrt().unsqueeze(-1) * self.base.curvature_noise(f, y, k, generator)
 

@@ -11,6 +11,11 @@ From the samples, with Gz = RᵀWR z:
     γ_g = tr_g[RᵀWR M⁻¹] = E z_gᵀ(Gz)_g,    tr[R_hᵀR_h M⁻¹] = E ‖R_h z‖²,    so  ∂ log|M| / ∂ log D_g = p_g − γ_g
 
 and log|M| = log|P| + tr log(P⁻¹M) by Lanczos in the inner product of P. Estimates carry their standard errors.
+
+Where the data are spread over ranks, so are columns: of samples, right-hand sides and probes each rank holds its share
+and all that a solve keeps of it, and only products see the columns of all. Noise belongs to its column
+(solvers/noise.py), so that the samples are those of one process. Numbers (γ, residuals, quadratures) are whole on every
+rank.
 """
 
 from __future__ import annotations
@@ -23,16 +28,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lapwing.distributed import ALONE, Ranks
 from lapwing.errors import InvalidValue, NotConverged, Unsupported
 from lapwing.operators import linalg
 from lapwing.operators.diagonal import Diagonal
 from lapwing.solvers import Estimate, Solution, cg, slq
 from lapwing.solvers.estimate import FEWEST, mean_of
 from lapwing.solvers.lanczos import SHORT
+from lapwing.solvers.noise import generator_of
 from lapwing.solvers.product import Product
 from lapwing.solvers.sgd import sgd
 
-VECTORS = 20  # of the size of the parameters that a solve holds for each column
+HELD, PASSING = 20, 3  # vectors that a solve holds for each column of this rank's own, and of the others'
 STEPS = 64  # vectors that Lanczos keeps for each probe, where the memory budget has room for them
 WORK = 10  # others that it holds for each
 ROUND = 64  # minibatches of a round of SGD, at the least: whole passes
@@ -45,12 +52,17 @@ class Root(Protocol):
     def size(self) -> int: ...
 
     @property
+    def ranks(self) -> Ranks:
+        """That the data, and the columns v, are spread over."""
+        ...
+
+    @property
     def passes(self) -> int:
         """Over the data, so far."""
         ...
 
     def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """RᵀWR v (k, p) and ‖R_h v‖² (k, h)."""
+        """RᵀWR v (k, p) and ‖R_h v‖² (k, h), for this rank's columns."""
         ...
 
     @property
@@ -62,8 +74,8 @@ class Root(Protocol):
         """Products whose mean is RᵀWR, without end."""
         ...
 
-    def noise(self, k: int, generator: torch.Generator) -> Tensor:
-        """R_hᵀ e for standard normal e, (h, k, p)."""
+    def noise(self, columns: Tensor, seed: int) -> Tensor:
+        """R_hᵀ e for standard normal e, (h, k, p), for this rank's columns, given by their numbers."""
         ...
 
     def amplitudes(self, weights: Tensor) -> Tensor:
@@ -92,7 +104,7 @@ class Plan:
 class Samples:
     """Draws of N(0, M⁻¹) at t = 1, what they say of γ, and how well they were solved for."""
 
-    z: Tensor = field(repr=False)  # (k, p)
+    z: Tensor = field(repr=False)  # (k, p): of k samples that are spread over ranks, this rank's
     gamma: Tensor = field(repr=False)  # z_gᵀ(Gz)_g, (k, g)
     squares: Tensor = field(repr=False)  # ‖R_h z‖², (k, h)
     residual: float  # the largest ‖b − M z‖ / ‖RᵀW^½ e‖, in the unit of D
@@ -100,15 +112,20 @@ class Samples:
     passes: int
     solver: str
     preconditioner: str
+    ranks: Ranks = ALONE  # that the samples are spread over
 
     @property
     def dimension(self) -> Estimate:
         """γ in all, with its standard error."""
         return mean_of(self.gamma.sum(-1))
 
+    def share(self, ranks: Ranks) -> Tensor:
+        """Those of this rank, of samples that are to be spread over ranks, or are."""
+        return self.z[ranks.share(len(self.z))] if self.ranks.alone else self.z
+
     def __repr__(self) -> str:
         return (
-            f"{len(self.z)} samples by {self.solver} (preconditioner {self.preconditioner}): {self.steps} steps, "
+            f"{len(self.gamma)} samples by {self.solver} (preconditioner {self.preconditioner}): {self.steps} steps, "
             f"{self.passes} passes over the data, residual {self.residual:.2g}"
         )
 
@@ -167,30 +184,32 @@ class Streamed:
 
     def precondition(self, r: Tensor) -> Tensor:
         root = self.d.sqrt()
-        return root * linalg.solve(self.close[0], root * r)
+        return root * linalg.solve(self.close[0], root * r) if len(r) else r
 
     def sampled(self, noise: Tensor, prior: Tensor, start: Tensor) -> Solution:
         """The solve of a sample. Where the data say little, b is nearly all prior noise e₀, and relative to it the
         start e₀ would pass for the answer: the residual is relative to the data's part of b."""
         pulled, b = self.right(noise, 0 * prior), self.right(noise, prior)
-        share = float((pulled.norm(dim=-1) / b.norm(dim=-1)).min().clamp(1e-12, 1.0))
+        shares = self.reads().ranks.whole(pulled.norm(dim=-1) / b.norm(dim=-1), "shares of the data")
+        share = float(shares.min().clamp(1e-12, 1.0))
         found = self.solved(b, start, share)
         return replace(found, residual=found.residual / share)
 
     def solved(self, b: Tensor, start: Tensor | None = None, share: float = 1.0) -> Solution:
         """u with (I + D^-½ RᵀWR D^-½) u = b to a residual of tolerance·share·‖b‖, columns in groups that fit the memory
-        budget; raises unless converged."""
-        plan, p = self.plan, self.size
-        at_once = max(1, plan.memory_budget // (8 * VECTORS * p))
-        starts = [None] * len(b.split(at_once)) if start is None else start.split(at_once)
-        found = [
-            self._solve(some, x0, share * plan.tolerance) for some, x0 in zip(b.split(at_once), starts, strict=True)
-        ]
+        budget; raises unless converged. b and u are this rank's, residuals those of all."""
+        plan, ranks, groups = self.plan, self.reads().ranks, self._groups(len(b), HELD, PASSING)
+        starts = [None] * groups if start is None else start.tensor_split(groups)
+        with ranks.told("a solve"):
+            found = [
+                self._solve(some, x0, share * plan.tolerance)
+                for some, x0 in zip(b.tensor_split(groups), starts, strict=True)
+            ]
         out = Solution(
             torch.cat([one.x for one in found]),
-            torch.cat([one.residual for one in found]),
+            ranks.whole(torch.cat([one.residual for one in found]), "residuals"),
             max(one.steps for one in found),
-            all(one.converged for one in found),
+            not ranks.anywhere(not all(one.converged for one in found), "whether solves converged"),
             sum(one.products for one in found),
         )
         if not out.converged:
@@ -202,15 +221,26 @@ class Streamed:
             )
         return out
 
+    def _groups(self, k: int, held: int, passing: int) -> int:
+        """In how many groups to take columns, of which this rank has k, for as many vectors a column of its own, and of
+        the others', to fit the memory budget; the same on all ranks."""
+        ranks = self.reads().ranks
+        each = held + (ranks.size - 1) * passing
+        at_once = max(1, self.plan.memory_budget // (8 * each * self.size))
+        return max(1, -(-ranks.most(k, "columns") // at_once))
+
     def _solve(self, b: Tensor, start: Tensor | None, tolerance: float) -> Solution:
-        plan, mv = self.plan, self.whitened(self.gram)
+        plan, root, mv = self.plan, self.reads(), self.whitened(self.gram)
+
+        def anywhere(here: bool) -> bool:
+            return root.ranks.anywhere(here, "columns that are not solved for")
+
         if plan.solver == "cg":
-            return cg(mv, b, self.precondition, start, tolerance, plan.max_steps)
-        root = self.reads()
+            return cg(mv, b, self.precondition, start, tolerance, plan.max_steps, anywhere)
         batches = (self.whitened(gram) for gram in root.minibatches(self.weights.detach()))
         whole = 2 * -(-ROUND // (2 * root.batches))  # passes a round, as many in each half
         rounds = max(1, plan.max_steps // whole)
-        return sgd(mv, batches, b, whole * root.batches, self.precondition, start, tolerance, rounds)
+        return sgd(mv, batches, b, whole * root.batches, self.precondition, start, tolerance, rounds, anywhere)
 
     # -- samples ----------------------------------------------------------------------------------------------------
 
@@ -234,37 +264,51 @@ class Streamed:
             return self.known
         last = self.cache.get("samples")
         root, plan = self.reads(), self.plan
-        before, prior = root.passes, self._normal(plan.samples, torch.Generator().manual_seed(plan.seed + 1))
-        start = prior if last is None else last[2].dense().sqrt() * last[1].z
+        before, prior = root.passes, self._normal(self._own(plan.samples), plan.seed + 1)
+        start = prior if last is None else last[2].dense().sqrt() * last[1].share(root.ranks)
         solution = self.sampled(self.noise, prior, start)
         z = self.d.rsqrt() * solution.x
-        gz, squares = root.product(z, self.weights.detach())
+        groups = z.tensor_split(self._groups(len(z), 1, PASSING))
+        made = [root.product(some, self.weights.detach()) for some in groups]
+        gz, squares = (torch.cat(parts) for parts in zip(*made, strict=True))
         found = Samples(
             z,
-            self.precision().sums(z * gz),
-            squares,
+            root.ranks.whole(self.precision().sums(z * gz), "effective dimensions"),
+            root.ranks.whole(squares, "squares of samples"),
             float(solution.residual.max()),
             solution.steps,
             root.passes - before,
             plan.solver,
             self.close[1],
+            root.ranks,
         )
         self.remember(found)
         return found
 
     @property
     def noise(self) -> Tensor:
-        """R_hᵀ e of the samples, (h, k, p): one pass, and then for every W and D."""
+        """R_hᵀ e of this rank's samples, (h, k, p): one pass, and then for every W and D."""
         if "noise" not in self.cache:
-            self.cache["noise"] = self.reads().noise(self.plan.samples, torch.Generator().manual_seed(self.plan.seed))
+            self.cache["noise"] = self._noise(self._own(self.plan.samples), self.plan.seed)
         return self.cache["noise"]
+
+    def _noise(self, columns: Tensor, seed: int) -> Tensor:
+        h = len(self.weights)
+        groups = columns.tensor_split(self._groups(len(columns), h, 2 * h))
+        return torch.cat([self.reads().noise(some, seed) for some in groups], 1)
+
+    def _own(self, k: int) -> Tensor:
+        """Which of k columns are this rank's."""
+        return torch.arange(k)[self.reads().ranks.share(k)]
 
     def remember(self, samples: Samples) -> None:
         """Take these as the samples of this W and D, and start from them where others are asked for."""
         self.cache["samples"] = self.key, samples, self.precision()
 
-    def _normal(self, k: int, generator: torch.Generator) -> Tensor:
-        return linalg.standard_normal((k, self.size), generator, self.d)
+    def _normal(self, columns: Tensor, seed: int) -> Tensor:
+        """e₀ of columns, (k, p)."""
+        drawn = [linalg.standard_normal((self.size,), generator_of(seed, j), self.d) for j in columns.tolist()]
+        return torch.stack(drawn) if drawn else self.d.new_zeros(0, self.size)
 
     def right(self, noise: Tensor, prior: Tensor) -> Tensor:
         """D^-½ (RᵀW^½ e) + e₀."""
@@ -276,8 +320,25 @@ class Streamed:
 
     @cached_property
     def spread(self) -> Tensor:
-        """The samples at this t, (k, p)."""
+        """The samples at this t, (k, p): this rank's."""
         return self.samples.z * self.level.detach().rsqrt()
+
+    @property
+    def ranks(self) -> Ranks:
+        """That the samples are spread over, or will be."""
+        known, root = self.known, self.root
+        return known.ranks if known is not None else ALONE if root is None else root.ranks
+
+    def first(self, n: int) -> Tensor:
+        """The first n samples at this t, (n, p), on every rank."""
+        own = self.ranks.share(self.plan.samples)
+        return self.ranks.whole(self.spread[: max(0, n - own.start)], "the first samples")
+
+    def gathered(self) -> Streamed:
+        """The same with all samples on every rank: what is made of them alone then takes none of the others."""
+        kept = self.samples
+        whole = replace(kept, z=kept.ranks.whole(kept.z, "samples"), ranks=ALONE)
+        return replace(self, cache={**self.cache, "samples": (self.key, whole, self.precision())})
 
     # -- log|M| -----------------------------------------------------------------------------------------------------
 
@@ -288,21 +349,33 @@ class Streamed:
         known = self.cache.get("logdet")
         if known is not None and known[0] == self.key:
             return known[1]
-        self.reads()
-        close, plan = self.close[0], self.plan
-        starts = linalg.draw(close, max(FEWEST, plan.samples), torch.Generator().manual_seed(plan.seed + 2))
-        room = plan.memory_budget // (8 * self.size)  # vectors
-        at_once = max(1, room // STEPS)
-        groups = starts.tensor_split(max(1, min(len(starts) // FEWEST, -(-len(starts) // at_once))))
-        window = max(SHORT, room // len(groups[0]) - WORK)
+        close, plan, ranks = self.close[0], self.plan, self.reads().ranks
+        k, room = max(FEWEST, plan.samples), plan.memory_budget // (8 * self.size)  # probes, vectors
+        others = PASSING * (ranks.size - 1)
+        at_once = ranks.size * max(1, room // (STEPS + others))
+        groups = torch.arange(k).tensor_split(max(1, min(k // FEWEST, -(-k // at_once))))
+        window = max(SHORT, room // -(-len(groups[0]) // ranks.size) - WORK - others)
 
         def step(v: Tensor) -> Tensor:
-            return linalg.solve(close, self.gram(v) + self.d * v)
+            mv = self.gram(v) + self.d * v
+            return linalg.solve(close, mv) if len(v) else v
 
         def inner(v: Tensor) -> Tensor:
-            return linalg.mv(close, v)
+            return linalg.mv(close, v) if len(v) else v
 
-        found = [slq(step, some, lambda values: values.log(), inner, plan.max_steps, window)[0] for some in groups]
+        def starts(probes: Tensor) -> Tensor:
+            own = probes[ranks.share(len(probes))].tolist()
+            drawn = [linalg.draw(close, 1, generator_of(plan.seed + 2, j)) for j in own]
+            return torch.cat([self.d.new_zeros(0, self.size), *drawn])
+
+        def whole(numbers: Tensor) -> Tensor:
+            return ranks.whole(numbers, "quadratures")
+
+        with ranks.told("the log-determinant"):
+            found = [
+                slq(step, starts(some), lambda values: values.log(), inner, plan.max_steps, window, whole)[0]
+                for some in groups
+            ]
         out = mean_of(torch.cat([one.samples for one in found]) + linalg.logdet(close))
         self.cache["logdet"] = self.key, out
         return out
@@ -321,16 +394,18 @@ def _(op: Streamed, d: Diagonal) -> Streamed:
 
 @linalg.mv.register
 def _(op: Streamed, v: Tensor) -> Tensor:
-    flat = v.reshape(-1, op.size)
-    out = op.gram(flat)
+    ranks = op.reads().ranks
+    flat = ranks.same(v.reshape(-1, op.size), "vectors of a product")
+    out = ranks.whole(op.gram(flat[ranks.share(len(flat))]), "a product")
     out = out if op.diag is None else out + op.d * flat
     return (op.level.detach() * out).reshape(v.shape)
 
 
 @linalg.solve.register
 def _(op: Streamed, b: Tensor) -> Tensor:
-    scale = op.d.rsqrt()
-    u = op.solved(scale * b.reshape(-1, op.size)).x
+    scale, ranks = op.d.rsqrt(), op.reads().ranks
+    right = ranks.same(scale * b.reshape(-1, op.size), "right-hand sides")
+    u = ranks.whole(op.solved(right[ranks.share(len(right))]).x, "solutions")
     return (scale * u / op.level.detach()).reshape(b.shape)
 
 
@@ -355,10 +430,11 @@ def _(op: Streamed) -> Tensor:
 @linalg.draw.register
 def _(op: Streamed, n: int, generator: torch.Generator) -> Tensor:
     """Of noise of their own; the samples that predictions use are `op.spread`."""
-    prior = op._normal(n, generator)
-    noise = op.reads().noise(n, generator)
-    u = op.sampled(noise, prior, prior).x
-    return u * (op.d * op.level.detach()).rsqrt()
+    ranks = op.reads().ranks
+    seed, own = ranks.seed(generator), op._own(n)
+    prior = op._normal(own, seed + 1)
+    u = op.sampled(op._noise(own, seed), prior, prior).x
+    return ranks.whole(u, "draws") * (op.d * op.level.detach()).rsqrt()
 
 
 @linalg.covariance.register
@@ -375,7 +451,8 @@ def _(op: Streamed) -> Tensor:
 @linalg._traces.register
 def _(op: Streamed, groups: Diagonal) -> Tensor:
     """By the base noise: E (RᵀW^½e)² = diag RᵀWR."""
-    squares = op.pulled(op.noise).square().mean(0, keepdim=True)
+    own = op.pulled(op.noise).square().sum(0, keepdim=True)
+    squares = op.reads().ranks.total([own], "squares of the noise")[0] / op.plan.samples
     out = groups.sums(squares if groups.unit is None else squares / groups.unit)[0]
     out = out if op.diag is None else out + linalg.traces(op.precision(), groups)
     return op.level.detach() * out

@@ -18,6 +18,7 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.full import physical_memory
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.data import check_finite
+from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Blocks, Dense, HeldRows, RootPlusDiagonal, Streamed
@@ -50,9 +51,11 @@ def predict(
     memory_budget: int = 2**30,
 ) -> Prediction:
     """Predict at x, about f(x), or about h(x, v̄) = f(x) + J(x)(v̄ − θ*) where a center v̄ is given."""
-    check_finite(x, "the inputs")
-    if any(t.ndim and not len(t) for t in tree.tensors(x)):
-        raise InvalidValue("the inputs hold no example to predict at; give at least one")
+    ranks = posterior.precision.ranks if isinstance(posterior.precision, Streamed) else ALONE
+    with ranks.told("reading the inputs"):
+        check_finite(x, "the inputs")
+        if any(t.ndim and not len(t) for t in tree.tensors(x)):
+            raise InvalidValue("the inputs hold no example to predict at; give at least one")
     with torch.no_grad():
         if via == "network":
             return _through_network(tangent, posterior, likelihood, x, link, joint, samples, generator)
@@ -199,19 +202,27 @@ def _by_samples(
     center: Tensor | None,
     joint: bool,
 ) -> Prediction:
-    """By the kept samples; past so many outputs that a covariance is too large, by the samples themselves."""
-    z = precision.spread
+    """By the kept samples; past so many outputs that a covariance is too large, by the samples themselves. Of samples
+    that are spread over ranks, each rank pushes its own, at inputs that are the same on all."""
+    z, ranks = precision.spread, precision.ranks
+    if not ranks.agrees({f"input {i}": t for i, t in enumerate(tree.tensors(x)) if t.layout is torch.strided}):
+        raise InvalidValue(
+            f"samples are spread over {ranks.size} ranks, each of which pushes its own to the inputs, and the inputs "
+            "differ between ranks; give the same to all, or call la = la.gathered() on all and predict on each its own"
+        )
     moves = z if center is None else torch.cat([z, (center - tangent.theta.to(center)).unsqueeze(0)])
-    f, away = sampled.pushed(tangent, moves, x)
+    with ranks.told("a prediction"):
+        f, away = sampled.pushed(tangent, moves, x)
     f, away = (f, away) if center is None else (f + away[-1], away[:-1])
+    away = ranks.whole(away, "a prediction")
     if f.shape[-1] <= MANY:
-        return Prediction(likelihood, f, sampled.covariance(away, joint), link, joint, samples=len(z))
+        return Prediction(likelihood, f, sampled.covariance(away, joint), link, joint, samples=len(away))
     if joint or link not in ("auto", "monte_carlo"):
         raise InvalidValue(
             f"{f.shape[-1]} outputs are predicted by draws, so joint={joint} and link={link!r} cannot apply; use "
             "joint=False and link='auto'"
         )
-    return Prediction(likelihood, f, None, "monte_carlo", False, f + away, samples=len(z))
+    return Prediction(likelihood, f, None, "monte_carlo", False, f + away, samples=len(away))
 
 
 def _through_network(

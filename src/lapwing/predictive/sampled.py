@@ -2,8 +2,9 @@
 
     f + J(x) z_k,   Cov f ≈ (1/k) Σ_k (J z_k)(J z_k)ᵀ          z_k of mean zero: unbiased, over any inputs together
 
-One push a sample. The covariance is fitted to the samples and Gaussian draws are made from it: an average of softmaxes
-over so few samples would be far noisier. A variance from k samples has a relative standard error of √(2/k).
+One push a sample; of samples that are spread over ranks, each rank pushes its own. The covariance is fitted to the
+samples and Gaussian draws are made from it: an average of softmaxes over so few samples would be far noisier. A
+variance from k samples has a relative standard error of √(2/k).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def pushed(tangent: TangentModel, z: Tensor, x: Any) -> tuple[Tensor, Tensor]:
     """f (n, ..., c) and J z (k, n, ..., c), in float32 or better."""
     fs, aways = [], []
     for piece in _pieces(tangent, x, len(z)):
-        made = [tangent.jvps(piece, some) for some in z.split(at_once(tangent))]
-        f = made[0][0].detach()
+        made = [tangent.jvps(piece, some) for some in z.split(at_once(tangent))] if len(z) else []
+        f = made[0][0].detach() if made else tangent(piece)
         dtype = torch.promote_types(f.dtype, torch.float32)
         fs.append(f.to(dtype))
-        aways.append(torch.cat([away for _, away in made]).detach().to(dtype))
+        aways.append(torch.cat([f.new_zeros(0, *f.shape), *(away for _, away in made)]).detach().to(dtype))
     return torch.cat(fs), torch.cat(aways, 1)
 
 

@@ -5,7 +5,8 @@
 b (k, p). A column (a row of b) that has met ‖r‖ ≤ tolerance·‖b‖ is frozen, and K is no longer applied to it. What is
 updated drifts from b − K x by rounding, so that is computed anew now and then, and in the end for every column: a
 column that missed starts again from there, unless it no longer gains: then, if K x is another when it is asked for
-again, K is not one matrix, and that is an error. Source: Shewchuk 1994, B3.
+again, K is not one matrix, and that is an error. Columns may be spread over processes, which then ask for products
+together, with none of their own once those are done. Source: Shewchuk 1994, B3.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, NotPositiveDefinite
-from lapwing.solvers.product import Product, product, same
+from lapwing.solvers.product import Anywhere, Product, here, product, same
 
 REFRESH = 50  # steps after which b − K x is computed anew
 DRIFT = 0.1  # how far, of its size, it may be from what is updated
@@ -39,6 +40,7 @@ def cg(
     x0: Tensor | None = None,
     tolerance: float = 1e-6,
     max_steps: int = 1_000,
+    anywhere: Anywhere = here,
 ) -> Solution:
     """Solve K x = b for the rows of b (k, p) from x0 (zero unless given); preconditioner applies M⁻¹ ≈ K⁻¹.
 
@@ -54,12 +56,12 @@ def cg(
     r, d, rho = b.clone(), torch.zeros_like(b), torch.ones_like(goal)
     steps = products = 0
     left = size > 0  # columns that are not known to be done
-    if x0 is not None and bool(left.any()):
+    if x0 is not None and anywhere(bool(left.any())):
         r[left] -= product(mv, x[left])
         products, left = 1, left & (r.norm(dim=-1) > goal)
     best, least, last = x.clone(), r.norm(dim=-1), torch.full_like(goal, float("inf"))
     running = left.clone()
-    while bool(left.any()):
+    while anywhere(bool(left.any())):
         some = running.nonzero().squeeze(-1)
         z = precondition(r[some]).to(b)
         before, rho[some] = rho[some], _positive((r[some] * z).sum(-1), "the preconditioner")
@@ -70,7 +72,7 @@ def cg(
         r[some] -= length.unsqueeze(-1) * image
         steps, products = steps + 1, products + 1
         running = running & (r.norm(dim=-1) > goal)
-        ended = steps == max_steps or not bool(running.any())
+        ended = steps == max_steps or not anywhere(bool(running.any()))
         if not ended and steps % REFRESH:
             continue
         some = (left if ended else running).nonzero().squeeze(-1)
@@ -87,7 +89,7 @@ def cg(
         d[again], rho[again], running[again] = 0.0, 1.0, True
         left[some[now <= goal[some]]] = False
         left[stuck] = running[stuck] = False
-        if len(stuck):
+        if anywhere(len(stuck) > 0):
             same(*(product(mv, b[stuck[:1]]) for _ in range(2)))
             products += 2
         if steps == max_steps:

@@ -123,13 +123,16 @@ def slq(
     inner: Product | None = None,
     max_steps: int = 300,
     window: int | None = None,
+    gather: Product | None = None,
 ) -> tuple[Estimate, int]:
     """tr f(L) from starts (k, p), and the number of steps (products with L) that it took.
 
     It stops when no column has anything left (exact), or when its last quarter of steps, two at the least, moved the
     mean by at most a fiftieth of its standard error: what is left is then small beside the error of the probes, even if
-    it falls no faster than the inverse of the steps. A matrix that changes between products is an error.
+    it falls no faster than the inverse of the steps. A matrix that changes between products is an error. Where starts
+    are spread over processes, `gather` gives numbers (k,) of all from those of one's own.
     """
+    gather = gather or (lambda numbers: numbers)
     if max_steps < 1:
         raise InvalidValue(f"max_steps must be at least 1, got {max_steps}")
     p = starts.shape[-1]
@@ -137,13 +140,13 @@ def slq(
     means: list[float] = []
     for step in range(1, max_steps + 1):
         run.step()
-        estimate = mean_of(p * _finite(run, function))
+        estimate = mean_of(gather(p * _finite(run, function)))
         means.append(estimate.value)
         late = means[-max(2, step // 4) - 1 :]
         moved = max(late) - min(late)
         settled = step > 2 and moved <= SETTLED * estimate.standard_error
         whole = step == p and len(run.basis) > p  # a basis of all there is
-        if settled or whole or not bool(run.alive.any()):
+        if settled or whole or not bool(gather(run.alive.double()).any()):
             return estimate, step
     raise NotConverged(
         f"Lanczos quadrature still moves by {moved:.3g} in its last quarter of {max_steps} steps (standard error "

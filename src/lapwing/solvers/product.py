@@ -11,7 +11,14 @@ from lapwing.errors import InvalidValue
 
 Product = Callable[[Tensor], Tensor]  # (k, p) -> (k, p), for any k
 
+Anywhere = Callable[[bool], bool]  # whether it is so in any process, of those that columns are spread over
+
 CHANGED = 0.01  # of its length, by which a product may differ when it is asked for again
+
+
+def here(so: bool) -> bool:
+    """`Anywhere`, in one process."""
+    return so
 
 
 def product(mv: Product, v: Tensor, what: str = "the matrix") -> Tensor:

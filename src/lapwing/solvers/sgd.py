@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue, NotPositiveDefinite
 from lapwing.solvers.cg import Solution
-from lapwing.solvers.product import Product, product
+from lapwing.solvers.product import Anywhere, Product, here, product
 
 MOMENTUM = 0.9
 POWER = 8  # minibatches from which the largest step is told
@@ -34,10 +34,12 @@ def sgd(
     x0: Tensor | None = None,
     tolerance: float = 1e-2,
     rounds: int = 100,
+    anywhere: Anywhere = here,
 ) -> Solution:
     """Solve K x = b for the rows of b (k, p) to ‖b − K x‖ ≤ tolerance·‖b‖, by minibatch products K̂ v of `minibatches`.
 
-    Like `cg`, it never raises for want of convergence. `products` counts true ones, one a round."""
+    Like `cg`, it never raises for want of convergence. `products` counts true ones, one a round. Processes that columns
+    are spread over take rounds together, each with a length of steps of its own."""
     if not tolerance > 0 or rounds < 1 or round_steps < 2:
         raise InvalidValue(
             f"give tolerance > 0, rounds >= 1, round_steps >= 2; got {tolerance}, {rounds}, {round_steps}"
@@ -49,12 +51,14 @@ def sgd(
     r, made, steps = b - product(mv, x), 1, 0
     step = 1 / _steepest(minibatches, precondition, b)
     for _ in range(rounds):
-        if bool((r.norm(dim=-1) <= tolerance * size).all()):
+        if not anywhere(not bool((r.norm(dim=-1) <= tolerance * size).all())):
             break
         d = _round(minibatches, precondition, r, step, round_steps)
         steps += round_steps
-        now = r - product(mv, d) if torch.isfinite(d).all() else torch.full_like(r, float("inf"))
-        made += 1
+        lost = ~torch.isfinite(d).all(-1)
+        d[lost] = 0.0
+        now = r - product(mv, d)
+        now[lost], made = float("inf"), made + 1
         before, after = r.norm(dim=-1), now.norm(dim=-1)
         better = after < before
         x[better], r[better] = x[better] + d[better], now[better]
@@ -86,6 +90,6 @@ def _steepest(minibatches: Iterator[Product], precondition: Product, b: Tensor) 
             v = v / v.norm()
             v = precondition(product(mv, v))
         top = max(top, float(v.norm()))
-    if not 0 < top < float("inf"):
+    if len(b) and not 0 < top < float("inf"):
         raise NotPositiveDefinite(f"stochastic gradients need a positive definite matrix; its largest value is {top}")
-    return 2 * top
+    return 2 * top if len(b) else 1.0

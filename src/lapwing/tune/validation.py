@@ -125,8 +125,8 @@ def _held_out(
     ranks = ranks_of(batches)
     with torch.no_grad():
         posterior = condition(state, prior.replace(precision=prior.precision.detach() * math.exp(log_c)), likelihood)
-        if isinstance(posterior.precision, Streamed):
-            _ = posterior.precision.spread  # a solve, which all ranks make together
+        if isinstance(posterior.precision, Streamed):  # a solve of all ranks; then each predicts its own held-out data
+            posterior = replace(posterior, precision=posterior.precision.gathered())
         with ranks.told("predicting the held-out data"):
             made = [
                 (predict(state.tangent, posterior, likelihood.plain, x, memory_budget=budget), y)
