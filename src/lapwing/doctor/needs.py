@@ -22,7 +22,7 @@ from lapwing.curvature import Factor, Full, Probe
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover
 from lapwing.curvature.full import ROWS
-from lapwing.curvature.gram import PANEL
+from lapwing.curvature.gram import panels
 from lapwing.curvature.parts import Part
 from lapwing.doctor import trial
 from lapwing.doctor.reading import Batch, Sample
@@ -198,7 +198,7 @@ def _uncentered(name: str, problem: Problem, rates: Rates) -> Need:
 def _primal(problem: Problem, rates: Rates) -> Need:
     n, k, p = problem.n, problem.columns, problem.size
     matrix, new = 8 * p**2, trial.THOUSAND * problem.outputs
-    lower = 0.5 + 0.5 * min(1.0, PANEL / p)  # the lower triangle, in panels
+    lower = 0.5 + 0.5 * min(1.0, panels(p).step / p)  # the lower triangle, in panels
     passes = n * (rates.read + rates.gradient * (1 + k) / 3) + n * k * p * rates.element
     need = Need(
         memory=matrix * problem.weights + max(matrix + HEAP * min(problem.working, 12 * ROWS * p), 3 * matrix),
