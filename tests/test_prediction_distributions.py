@@ -17,8 +17,8 @@ from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
 import lapwing as lw
-from lapwing.likelihoods import Poisson
-from lapwing.predictive import nodes
+from lapwing.likelihoods import Poisson, special
+from lapwing.predictive import mixture, nodes
 
 SEEDS = (0, 1)
 
@@ -110,6 +110,34 @@ def test_the_quantile_of_counts_is_the_least_integer_with_enough_below(q: float)
             y, f = float(found[i, j]), (mean[i, j] + 1.0, cov[i, j, j])
             assert poisson_below(y, *f) >= q - 1e-9
             assert y == 0 or poisson_below(y - 1, *f) < q + 1e-9
+
+
+@pytest.mark.parametrize("nu", [0.3, 1.0, 1.7, 4.0, 12.5, 60.0, 100.0, 101.0, 400.0])
+def test_student_noise_has_scipys_distribution_function(nu: float) -> None:
+    """In both tails to a relative 1e-11, down to 1e-300; ν past 100 goes another way."""
+    z = torch.cat([torch.linspace(-9, 9, 181), torch.tensor([-1e6, -300.0, 40.0, 1e12])]).double()
+    likelihood = lw.likelihoods.StudentT(torch.tensor([0.7, 2.0]), torch.tensor([nu, 3.0], dtype=torch.float64))
+    f = torch.randn(2, dtype=torch.float64)
+    found = likelihood.cdf(f, f + z[:, None] * likelihood.s)
+    close(found, torch.as_tensor(np.stack([stats.t.cdf(z, nu), stats.t.cdf(z, 3.0)], -1)), 1e-11)
+    low = special.student_tail(z, torch.tensor(nu, dtype=torch.float64))
+    assert_close(low, torch.as_tensor(stats.t.sf(z.abs(), nu)), rtol=1e-11, atol=1e-300)
+
+
+def test_a_quantile_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And inputs are the same in pieces as in one."""
+    counted, cdf = [], lw.likelihoods.StudentT.cdf
+    monkeypatch.setattr(lw.likelihoods.StudentT, "cdf", lambda *args: counted.append(1) or cdf(*args))
+    mean, cov = gaussian_outputs(0, n=6)
+    prediction = lw.Prediction(lw.likelihoods.StudentT(0.3, 2.5), mean, cov)
+    for q in (0.001, 0.3, 0.975):
+        monkeypatch.setattr(mixture, "PIECE", 10**9)
+        counted.clear()
+        found = prediction.quantile(q)
+        assert len(counted) < 30
+        close(prediction.cdf(found), torch.full_like(found, q), 1e-12)
+        monkeypatch.setattr(mixture, "PIECE", 1)
+        assert_close(prediction.quantile(q), found, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("q", [0.01, 0.5, 0.975])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
-from lapwing.likelihoods.special import betainc
+from lapwing.likelihoods.special import student_tail
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StudentT(Likelihood):
 
     def cdf(self, f: Tensor, y: Tensor) -> Tensor:
         z, nu = (y - f) / self.s.to(f), self.nu.to(f)
-        tail = 0.5 * betainc(0.5 * nu, torch.full_like(nu, 0.5), nu / (nu + z.square()), z.square() / (nu + z.square()))
+        tail = student_tail(z, nu)
         return torch.where(z > 0, 1 - tail, tail)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     F(y) = Σ_s w_s F(y | f_s),   quantile(q) = the least y with F(y) ≥ q
 
 F is known through the likelihood's own distribution function; its inverse is found within brackets, among integers for
-counts. Nodes f_s (s, n, c), targets y (n, t). ITP: Oliveira and Takahashi 2020.
+counts. Nodes f_s (s, n, c), targets y (n, t). Chandrupatla 1997.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ from lapwing.predictive.nodes import Nodes
 DOUBLINGS = 200
 FEW = 16  # draws of y at the mean of f, to tell where to look
 REPEATS = 16  # draws of y at each node, where there is no distribution function
+PIECE = 2**15  # outputs f at once: few enough to stay in caches, of which each step reads them all
 
 
 def quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
     """(n, t), float64; the likelihood has a distribution function."""
+    size = max(1, PIECE // nodes.f[:, 0].numel())
+    return torch.cat([_quantile(likelihood, some, q) for some in nodes.split(size)])
+
+
+def _quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
     nodes = Nodes(nodes.f.double(), nodes.log_weight.double())
 
     def F(y: Tensor) -> Tensor:
@@ -47,25 +53,27 @@ def sample_quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
 
 
 def _inverse(F: Callable[[Tensor], Tensor], q: float, center: Tensor, width: Tensor) -> Tensor:
-    """By the ITP method: bisection's worst case, and where F is smooth the few steps of a secant."""
-    low, high = _beyond(lambda y: F(y) < q, center, -width), _beyond(lambda y: F(y) >= q, center, width)
-    under, over = F(low) - q, F(high) - q
-    start, eps = high - low, torch.finfo(low.dtype).eps
-    exact = 4 * eps * torch.maximum(torch.maximum(low.abs(), high.abs()), width)
-    slack = exact * 2 ** torch.ceil(torch.log2(start / exact))
-    while bool((high - low > 2 * exact).any()):
-        middle, half = 0.5 * (low + high), 0.5 * (high - low)
-        secant = (over * low - under * high) / (over - under)
-        toward = torch.sign(middle - secant)
-        pushed = secant + toward * torch.minimum(0.2 * (2 * half).square() / start, (middle - secant).abs())
-        r = (slack - half).clamp(min=0)  # how far from the middle it may go and still be done in time
-        y = torch.where((pushed - middle).abs() <= r, pushed, middle - toward * r)
-        slack = 0.5 * slack
-        away = F(y) - q
-        below, met = away < 0, away.abs() <= 4 * eps * q  # as far as F is known
-        low, under = torch.where(below | met, y, low), torch.where(below, away, under)
-        high, over = torch.where(below & ~met, high, y), torch.where(below, over, away)
-    return 0.5 * (low + high)
+    """By Chandrupatla's method: inverse quadratic interpolation where the last three points say that it can be trusted,
+    else a halving of the bracket [a, b], of which a is the newer end."""
+    a, b = _beyond(lambda y: F(y) < q, center, -width), _beyond(lambda y: F(y) >= q, center, width)
+    fa, fb = F(a) - q, F(b) - q
+    eps, t = torch.finfo(a.dtype).eps, torch.full_like(a, 0.5)
+    done = torch.zeros_like(a, dtype=torch.bool)
+    while True:
+        y = torch.where(done, a, a + t * (b - a))
+        fy = F(y) - q
+        same = (fy < 0) == (fa < 0)
+        c, fc = torch.where(same, a, b), torch.where(same, fa, fb)
+        b, fb = torch.where(same, b, a), torch.where(same, fb, fa)
+        a, fa = y, fy
+        least = 2 * eps * torch.maximum(torch.maximum(a.abs(), b.abs()), width) / (b - a).abs()  # share of the bracket
+        done = done | (least > 0.5) | (fa.abs() <= 4 * eps * q)  # as far as F is known
+        if bool(done.all()):
+            return torch.where(fa.abs() < fb.abs(), a, b)
+        xi, phi = (a - b) / (c - b), (fa - fb) / (fc - fb)
+        trusted = (phi.square() < xi) & ((1 - phi).square() < 1 - xi)
+        jump = fa / (fb - fa) * fc / (fb - fc) + (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
+        t = torch.minimum(torch.where(trusted, jump, 0.5).clamp(min=least), 1 - least)
 
 
 def _least_integer(F: Callable[[Tensor], Tensor], q: float, zero: Tensor) -> Tensor:

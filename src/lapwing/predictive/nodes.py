@@ -40,6 +40,12 @@ class Nodes:
         """log Σ_s w_s exp(l_s) for l (s, n)."""
         return torch.logsumexp(log_values + self.log_weight, 0)
 
+    def split(self, size: int) -> list[Nodes]:
+        """Of so many inputs each."""
+        f = self.f.split(size, 1)
+        each = self.log_weight.split(size, 1) if self.log_weight.shape[1] > 1 else [self.log_weight] * len(f)
+        return [Nodes(*one) for one in zip(f, each, strict=True)]
+
     def inside(self, likelihood: Likelihood) -> Nodes:
         """Those at which f means something, weighted anew; it is said where some weight was outside."""
         inside = likelihood.inside(self.f)  # (s, n)
