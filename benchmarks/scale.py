@@ -1,11 +1,12 @@
 """Matrix-free inference at scale: the cost of a product, memory, and what a preconditioner saves.
 
-    LAPWING_DATA=<folder> python benchmarks/scale.py [--only product memory iterations minilm]
+    LAPWING_DATA=<folder> python benchmarks/scale.py [--only product memory iterations coupling minilm]
 
     product      one Gauss-Newton product on ResNet-20, alone and in a block of 8, in gradients (forward and backward)
     memory       peak memory of fit, samples, prediction and evidence of MLPs from 1e4 to 2e7 parameters; and for more
                  data, and more outputs, at one size
     iterations   conjugate gradients for a sample on ResNet-20, by preconditioner and prior precision
+    coupling     the same with rows of the curvature in memory, of few images and of all: what Kronecker factors lack
     minilm       MiniLM on SST-2, all 22.7 million parameters: samples, a prediction and the evidence
 
 ResNet-20 sees images of cifar10/cifar10_train.npz in the folder, if it is there, else of cifar10_test.npz. Each job is
@@ -38,7 +39,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lapwing as lw
 from lapwing.curvature import MatrixFree
 from lapwing.curvature.products import gauss_newton
-from lapwing.operators import Diagonal, linalg
+from lapwing.operators import Blocks, Diagonal, HeldRows, RootPlusDiagonal, linalg
+from lapwing.solvers import cg, nystrom
 
 PACKAGES = ("torch", "numpy", "lapwing", "transformers")
 SIZES = (10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)  # parameters
@@ -46,6 +48,9 @@ SAMPLES, PRIOR = 4, 10.0
 PRECISIONS = (10_000.0, 1_000.0, 100.0)
 PRECONDITIONERS = ("none", "diag", "kron", "nystrom")
 MOST = 150  # steps of conjugate gradients
+ONE, TOLERANCE, SKETCH, THRESHOLD = torch.ones(1, dtype=torch.float64), 1e-3, 82, 0.12  # of `coupling`
+ALL, LAYER, LAYERS = (100_000.0, 10_000.0), (100.0, 10.0, 1.0, 0.1), ("fc", "layer2.1.conv2")
+FEW_ROWS = 2_000  # of which exact blocks are made
 
 
 def turns(*functions: Callable[[], Any], rounds: int = 5) -> list[list[float]]:
@@ -164,6 +169,91 @@ def iterations(options: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
+def coupling(_: argparse.Namespace) -> dict[str, Any]:
+    """What a preconditioner by layers can do at all: steps of one sample by rows R in memory, RᵀR = G, with Kronecker
+    factors, with the exact blocks of G, and with a sketch of G; and the effective dimensions of G and of its blocks.
+
+    "few": all rows of 128 images. "all": rows drawn from all training images such that E RᵀR = G, with the Kronecker
+    factors of 2,000 of them. "one layer": the same, as if the network had only that layer's weights."""
+    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "experiments"))
+    from cifar10_samples import HeldRoot, drawn
+
+    net, loader = cifar(50_000)
+    tangent, likelihood = lw.linearize(net), lw.likelihoods.Categorical()
+    x, y = loader.dataset.tensors  # type: ignore[attr-defined]
+    with torch.no_grad():
+        f = torch.cat([net(some) for some in x.split(256)])
+
+    def rows(n: int, threshold: float) -> torch.Tensor:
+        return HeldRoot.made(tangent, x, *drawn(f[:n], threshold, torch.Generator().manual_seed(0))).rows
+
+    def factors(n: int, factor: str) -> Any:
+        few = list(zip(x[:n].split(128), y[:n].split(128), strict=True))
+        state = lw.accumulate(lw.curvature.Kronecker(), tangent, likelihood, few, factor)
+        return state.structure.operator(state, ONE), [part.name for part in state.parts]
+
+    kron, _ = factors(128, "exact")
+    out: dict[str, Any] = {"few": preconditioned(rows(128, 1e-6), kron, PRECISIONS)}
+    kron, names = factors(2_000, "monte_carlo")
+    kron, r = linalg.scale(kron, torch.tensor(len(x) / 2_000).double()), rows(len(x), THRESHOLD)
+    out["all"] = preconditioned(r, kron, ALL)
+    out["one layer"] = {}
+    for name in LAYERS:
+        i = names.index(name)
+        out["one layer"][name] = preconditioned(r[:, kron.index[i]], kron.parts[i], LAYER)
+    return out
+
+
+def preconditioned(r: torch.Tensor, kron: Any, precisions: tuple[float, ...]) -> dict[str, Any]:
+    (m, p), generator = r.shape, torch.Generator().manual_seed(0)
+    sketch = nystrom(lambda v: ((v.float() @ r.mT) @ r).double(), p, min(SKETCH, p // 4), generator)
+    nears = {"none": Diagonal(0 * ONE, p), "kron": kron, "nystrom": of_rows(sketch.root)}
+    out: dict[str, Any] = {"rows": m, "parameters": p, "rank": len(sketch.values), "steps": {}}
+    if isinstance(kron, Blocks):
+        out["dimension"] = dimensions(r, kron.index, precisions)
+        if m < FEW_ROWS:
+            nears["exact blocks"] = Blocks(tuple(of_rows(r[:, index].double()) for index in kron.index), kron.index)
+    noise, start = torch.randn(1, m, generator=generator) @ r, torch.randn(1, p, generator=generator).double()
+    for precision in precisions:
+        found = out["steps"][f"{precision:g}"] = {}
+        for name, near in nears.items():
+            for damping in (1, 10, 100) if name == "kron" else (1,):
+                close = linalg.shift(near, Diagonal(damping * precision * ONE, p))
+                key = name if damping == 1 else f"{name}, damped {damping} times"
+                found[key] = steps_of(r, close, precision, noise.double(), start)
+        print(m, p, precision, found, file=sys.stderr, flush=True)
+    return out
+
+
+def dimensions(r: torch.Tensor, blocks: tuple[torch.Tensor, ...], precisions: tuple[float, ...]) -> dict[str, Any]:
+    """γ = tr G (G + δI)⁻¹, and the sum of those of G's blocks."""
+    grams = [(r[:, index] @ r[:, index].mT).double() for index in blocks]
+    whole, *own = (torch.linalg.eigvalsh(gram).clamp(min=0) for gram in (sum(grams[1:], grams[0]), *grams))
+
+    def gamma(values: torch.Tensor, precision: float) -> float:
+        return float((values / (values + precision)).sum())
+
+    return {f"{s:g}": {"all": gamma(whole, s), "sum over blocks": sum(gamma(v, s) for v in own)} for s in precisions}
+
+
+def of_rows(root: torch.Tensor) -> RootPlusDiagonal:
+    return RootPlusDiagonal(HeldRows(root), Diagonal(ONE, len(root)))
+
+
+def steps_of(r: torch.Tensor, close: Any, precision: float, noise: torch.Tensor, start: torch.Tensor) -> int:
+    """Of (I + G/δ) u = Rᵀe/√δ + e₀ from e₀, to a residual of 1e-3 of the data's part."""
+    data = noise / precision**0.5
+    solution = cg(
+        lambda u: u + ((u.float() @ r.mT) @ r).double() / precision,
+        data + start,
+        lambda v: precision * linalg.solve(close, v),
+        start,
+        TOLERANCE * float(data.norm() / (data + start).norm()),
+        MOST,
+    )
+    return solution.steps  # MOST, or more
+
+
 def minilm(options: argparse.Namespace) -> dict[str, Any]:
     """All weights of MiniLM, with a classifier that is not trained: what is measured does not depend on it."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -211,6 +301,7 @@ JOBS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "product": product,
     "memory": memory,
     "iterations": iterations,
+    "coupling": coupling,
     "minilm": minilm,
 }
 
@@ -247,6 +338,12 @@ def bars(found: dict[str, Any]) -> list[Bar]:
             for name in ("kron", "nystrom"):
                 what = f"resnet20: steps with {name} of those without, precision {precision}"
                 out.append(Bar(what, steps[name] / steps["none"], 0.5))
+    if "coupling" in found:
+        for images in ("few", "all"):
+            for precision, steps in found["coupling"][images]["steps"].items():
+                best = min(steps[name] for name in steps if name.startswith("kron"))
+                what = f"resnet20: steps with kron, damped or not, of none's, {images} images, precision {precision}"
+                out.append(Bar(what, best / steps["none"], 0.5))
     if "minilm" in found:
         row = found["minilm"]
         out.append(Bar("minilm: peak memory, GB", row["peak_gb"], 16))
