@@ -216,7 +216,7 @@ class Streamed:
             residual = float(out.residual.max()) / share
             raise NotConverged(
                 f"{plan.solver} stopped at a residual of {residual:.2g} after {out.steps} steps, "
-                f"above {plan.tolerance:g}; use a closer preconditioner ('kron' for 'diag'), a larger prior precision, "
+                f"above {plan.tolerance:g}; use preconditioner='nystrom' with a higher rank, a larger prior precision, "
                 "more max_steps, a looser tolerance, or a network in float64"
             )
         return out
