@@ -18,6 +18,7 @@ from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue, NotConverged, NotPositiveDefinite, Unsupported
 from lapwing.operators import Diagonal, Plan, Streamed, linalg
 from lapwing.solvers import Estimate, Lanczos
+from lapwing.solvers.estimate import variance_of
 from lapwing.solvers.noise import Placed, generator_of
 from lapwing.solvers.sgd import sgd
 
@@ -357,6 +358,9 @@ def test_predictive_variances_agree_with_full_within_their_bars(name: str) -> No
     away = (mine.f_var - exact.f_var) / mine.f_var_standard_error
     assert float(away.abs().max()) < 5
     assert not exact.f_var_standard_error.any()
+    (low, high), same = mine.f_var_interval, exact.f_var_interval
+    assert bool(((low < mine.f_var) & (mine.f_var < high)).all())
+    assert all(torch.equal(end, exact.f_var) for end in same)
     if name != "tags":
         joint = la.predict(x, joint=True)
         torch.testing.assert_close(joint.marginal, mine.covariance)
@@ -444,8 +448,8 @@ def test_bars_are_honest(problem: Callable[..., Any], preconditioner: str, sampl
         hits["logdet"] += covers(op.log_determinant, float(torch.logdet(M)))
         hits["gamma"] += covers(op.samples.dimension, float((G * S).sum()))
         squares = (op.spread @ rows.mT).square().mean(0)
-        reach = 1.645 * squares * (2 / samples) ** 0.5  # 1.645 of f_var_standard_error
-        hits["variance"] += float(((squares - variances).abs() <= reach).double().mean())
+        low, high = variance_of(squares, samples)  # f_var_interval
+        hits["variance"] += float(((low <= variances) & (variances <= high)).double().mean())
     assert all(80 <= n <= 97 for n in hits.values()), hits
 
 
