@@ -463,6 +463,71 @@ def test_a_prediction_by_draws_is_near_the_gaussian_that_they_are_of():
     assert m.coverage(drawn, y) == pytest.approx(m.coverage(pair, y), abs=0.03)
 
 
+F = torch.tensor([[0.3, -1.0], [1.1, 0.2]], dtype=torch.float64)  # means of f, and their variances
+V = torch.tensor([[0.2, 0.02], [0.3, 0.1]], dtype=torch.float64)
+RANKED = {
+    "student": (
+        lw.likelihoods.StudentT(0.4, 2.5),
+        lambda f, t: stats.t.cdf((t - f) / 0.4, 2.5),
+        [[9.0, -1.1], [-0.5, 2]],
+    ),
+    "poisson": (lw.likelihoods.Poisson(), lambda f, t: stats.poisson.cdf(t, np.exp(f)), [[3.0, 0.0], [40.0, 1.0]]),
+    "negative binomial": (
+        lw.likelihoods.NegativeBinomial(1.5),
+        lambda f, t: stats.nbinom.cdf(t, 1.5, 1.5 / (1.5 + np.exp(f))),
+        [[0.0, 2.0], [7.0, 1.0]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_predictions_with_a_distribution_function_are_scored_by_it(name):
+    """CRPS by SciPy's quadrature, or a sum over counts, of its distributions mixed over f on a fine grid; PIT there."""
+    likelihood, cdf, y = RANKED[name]
+    y = torch.tensor(y, dtype=torch.float64)
+    pred = lw.Prediction(likelihood, F, torch.diag_embed(V))
+    score, rank = m.crps(pred, y, each=True), m.pit(pred, y)
+    z = np.linspace(-9, 9, 145)
+    weight = np.exp(-0.5 * z**2) / np.exp(-0.5 * z**2).sum()
+    for i, j in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        f, at = float(F[i, j]) + math.sqrt(float(V[i, j])) * z, float(y[i, j])
+
+        def mixed(t, f=f):
+            return float(weight @ cdf(f, t))
+
+        if likelihood.counts:
+            k = np.arange(400)
+            expected = ((weight @ cdf(f[:, None], k) - (at <= k)) ** 2).sum()
+            below = 0.5 * (mixed(at) + mixed(at - 1))
+        else:
+            low, high = (
+                integrate.quad(lambda t: mixed(t) ** 2, -np.inf, at, epsabs=1e-10, limit=400),
+                integrate.quad(lambda t: (1 - mixed(t)) ** 2, at, np.inf, epsabs=1e-10, limit=400),
+            )
+            expected, below = low[0] + high[0], mixed(at)
+        assert score[i, j].item() == pytest.approx(expected, rel=1e-6)
+        assert rank[i, j].item() == pytest.approx(below, abs=1e-9)
+    assert m.crps(pred, y) == pytest.approx(float(score.mean()))
+    assert_close(m.crps(pred[1:], y[1:], each=True), score[1:], rtol=1e-7, atol=1e-7)
+
+
+def test_predictions_without_an_integral_are_scored_by_draws():
+    """Of f by draws the PIT is the mean over them; the CRPS of those, and of large counts, is that of draws of y."""
+    draws = F + V.sqrt() * torch.randn(500, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn = lw.Prediction(lw.likelihoods.Gaussian(0.3), F, None, "monte_carlo", False, draws)
+    assert_close(m.pit(drawn, F + 1), torch.special.ndtr((F + 1 - draws) / 0.3).mean(0))
+    assert m.crps(drawn, F + 1) == m.crps(drawn.sample(1024), F + 1)
+    many = lw.Prediction(lw.likelihoods.Poisson(), F + 8, torch.diag_embed(V))
+    y = (F + 8).exp().round()
+    assert m.crps(many, y) == m.crps(many.sample(1024), y)
+
+
+def test_a_score_that_is_infinite_is_an_error():
+    pred = lw.Prediction(lw.likelihoods.StudentT(0.4, 0.45), F, torch.diag_embed(V))
+    with pytest.raises(lw.errors.NotConverged, match="infinite"):
+        m.crps(pred, F)
+
+
 def test_metrics_leave_the_random_state_and_the_graph_alone(predictions):
     pred, y = predictions["categorical"]
     before = torch.get_rng_state()

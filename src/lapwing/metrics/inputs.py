@@ -74,6 +74,12 @@ def response(predicted: Prediction | Gaussians | Tensor, y: Tensor | None = None
     return draws.double()
 
 
+def check_drawn(predicted: Prediction, y: Tensor) -> None:
+    """That y can be a draw of a prediction of real values."""
+    refuse_classes(predicted)
+    check_targets(y, predicted.sample(1).shape[1:])
+
+
 def refuse_classes(predicted: Prediction) -> None:
     if predicted.likelihood.classes:
         raise Unsupported(f"a {predicted.likelihood.name} prediction is of classes; use nll, brier, ece or accuracy")

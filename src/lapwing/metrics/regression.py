@@ -4,10 +4,10 @@
                 Gaussian, z = (y − μ)/σ:   σ (z (2Φ(z) − 1) + 2φ(z) − 1/√π)
                 s draws, sorted:           mean|Y_i − y| − Σ_i (2i − s − 1) Y_i / (s (s − 1)),  unbiased
     interval    the quantiles (1 ± level)/2;  coverage: how often y lies within;  sharpness: how wide it is
-    PIT         F(y), uniform if predictions are right; of draws, those below y and half of those at y
+    PIT         F(y), uniform if predictions are right; of draws, those below y and half of those at y; so of counts
 
-Outputs are scored one by one: `each=True` has the shape of y. CRPS and PIT of a Prediction that is not Gaussian are
-those of draws of it.
+Outputs are scored one by one: `each=True` has the shape of y. A Prediction that is not Gaussian is scored by its
+distribution function, where that is known (for the CRPS by quadrature, `ranked.py`), else by draws of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.metrics.inputs import Gaussians, check_targets, refuse_classes, response
+from lapwing.metrics import ranked
+from lapwing.metrics.inputs import Gaussians, check_drawn, check_targets, refuse_classes, response
 from lapwing.metrics.scores import mean_or_each
 from lapwing.predictive import Prediction
 
@@ -30,6 +31,10 @@ def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: Literal
 def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: Literal[True]) -> Tensor: ...
 def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: bool = False) -> float | Tensor:
     """The continuous ranked probability score: the absolute error of a point forecast, for distributions."""
+    if isinstance(predicted, Prediction) and not predicted.gaussian:
+        check_drawn(predicted, y)
+        if ranked.known(predicted, y):
+            return mean_or_each(ranked.score(predicted, y), each)
     given = response(predicted, y)
     if isinstance(given, tuple):
         mean, std = given
@@ -44,12 +49,23 @@ def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: bool = 
 
 def pit(predicted: Prediction | Gaussians | Tensor, y: Tensor) -> Tensor:
     """F(y) of each output, of y's shape."""
+    if isinstance(predicted, Prediction) and not predicted.gaussian and predicted.has_cdf:
+        check_drawn(predicted, y)
+        return _distribution(predicted, y.to(predicted.f_mean.device, torch.float64))
     given = response(predicted, y)
     if isinstance(given, tuple):
         mean, std = given
         return torch.special.ndtr((y.to(mean) - mean) / std)
     y = y.to(given)
     return ((given < y).double() + 0.5 * (given == y).double()).mean(0)
+
+
+def _distribution(predicted: Prediction, y: Tensor) -> Tensor:
+    """F(y); of counts the mean of F(y) and F(y − 1)."""
+    at = predicted.cdf(y)
+    if not predicted.likelihood.counts:
+        return at
+    return 0.5 * (at + torch.where(y > 0, predicted.cdf((y - 1).clamp(min=0)), 0.0))
 
 
 def interval(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:

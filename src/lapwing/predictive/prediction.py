@@ -207,6 +207,17 @@ class Prediction:
             parts.append(some.average(each))
         return self._shaped(parts)
 
+    @property
+    def has_cdf(self) -> bool:
+        """Whether `cdf` can be had; else quantiles are those of draws."""
+        f = self.f_mean.reshape(-1, self.f_mean.shape[-1])[:1]
+        return not self.likelihood.classes and self.likelihood.cdf(f, f.new_zeros(1, 1)) is not None
+
+    @property
+    def smooth(self) -> bool:
+        """Whether the distribution function is an integral over f, and not a mean over draws of it."""
+        return self.outputs is None and (self.gaussian or self._by_line)
+
     def quantile(self, q: float) -> Tensor:
         """The least y that has F(y) ≥ q, of each target by itself; for classes, the quantile of the class probabilities
         over the posterior. Where the likelihood has no distribution function it is that of draws."""
@@ -214,7 +225,7 @@ class Prediction:
             raise InvalidValue(f"a quantile lies strictly between 0 and 1, got {q}")
         if self.gaussian:
             return self.mean + self.std * float(torch.special.ndtri(torch.tensor(q, dtype=torch.float64)))
-        known = not self.likelihood.classes and self._has_cdf
+        known = self.has_cdf
         parts = []
         for _, some in self._nodes(self._by_line and known):
             if self.likelihood.classes:
@@ -270,11 +281,6 @@ class Prediction:
     def _by_line(self) -> bool:
         """Whether a target's distribution is an integral over one output."""
         return self.likelihood.elementwise or self.f_mean.shape[-1] == 1
-
-    @property
-    def _has_cdf(self) -> bool:
-        f = self.f_mean.reshape(-1, self.f_mean.shape[-1])[:1]
-        return self.likelihood.cdf(f, f.new_zeros(1, 1)) is not None
 
     @property
     def _sharpness(self) -> Tensor:
