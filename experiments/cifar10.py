@@ -21,7 +21,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from statistics import mean, median
@@ -532,12 +532,16 @@ def samples_fit(problem: Problem) -> tuple[tuple[Tensor, dict[str, Any]], float]
     return problem.kept("samples_fit", fit)
 
 
+def sample_names() -> list[str]:
+    return [*(f"{s:g}" for s in STRONG), "tangent", "gprior"]
+
+
 def samples(problem: Problem) -> dict[str, Answers]:
     """Sample covariances under one precision, by the evidence at the tangent center or by labels, and a g-prior."""
     (z, about), fitted = samples_fit(problem)
     away, taken = of_directions(problem, "samples", z.flatten(0, 1))
     k, f = z.shape[1], problem.logits
-    names = [*(f"{s:g}" for s in STRONG), "tangent", "gprior"]
+    names = sample_names()
     every = [torch.stack([rows @ rows.mT / k for rows in a.split(k, -1)]) for a in away]  # (g, n, c, c)
     cov: dict[str, Pair] = {name: (every[0][i], every[1][i]) for i, name in enumerate(names)}
     precisions = {name: about.get(name) or float(name) for name in names}
@@ -624,6 +628,8 @@ def joint(problem: Problem, records: dict[str, Any]) -> None:
     each = {"map": _joint(f, None, y), "temperature": _joint(f / scale, None, y)}
     for label, (precision, times) in chosen.items():
         each[label] = _joint(f, times * cov_of[precision], y)
+    for label, found in (*joint_lowrank(problem, records, cov[-1]), *joint_samples(problem, records)):
+        each[label] = _joint(f, found, y)
     for label, values in each.items():
         found = {str(k): {"mean": float(v.mean()), **against(v, each, k)} for k, v in values.items()}
         records[label]["joint"] = found
@@ -644,18 +650,50 @@ def joint_settings(records: dict[str, Any]) -> dict[str, tuple[float, float]]:
     return out
 
 
+def joint_lowrank(problem: Problem, records: dict[str, Any], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """From J Jᵀ of the groups, (g, t·c, t·c)."""
+    label = "lowrank:labels:monte_carlo"
+    if label in records:
+        (R, _), _ = lowrank_fit(problem)
+        rows, precision = _grouped(of_directions(problem, "lowrank", R)[0][0]), median(records[label]["picked"])
+        inner = torch.linalg.inv((R @ R.mT).double() + precision * torch.eye(len(R)).double()).float()
+        yield label, (whole - rows @ inner @ rows.mT) / precision
+
+
+def joint_samples(problem: Problem, records: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    mine = [label for label in records if label.startswith("samples:")]
+    if not mine:
+        return
+    (z, about), _ = samples_fit(problem)
+    away = _grouped(of_directions(problem, "samples", z.flatten(0, 1))[0][0]).split(z.shape[1], -1)
+    cov = {name: rows @ rows.mT / z.shape[1] for name, rows in zip(sample_names(), away, strict=True)}
+    for label in mine:
+        picked, name = records[label].get("picked"), label.split(":")[1].removeprefix("labels_temperature_")
+        if name == "labels":
+            value = min(picked, key=lambda one: abs(one - median(picked)))
+            yield label, cov["tangent" if value == about["tangent"] else f"{value:g}"]
+        else:
+            yield label, cov[name] * (1.0 if picked is None else median(t for _, t in picked))
+
+
+def _grouped(rows: Tensor) -> Tensor:
+    """(n, c, k) of the first test images by groups, (g, t·c, k)."""
+    return rows[:JOINT].reshape(JOINT // TOGETHER, -1, rows.shape[-1])
+
+
 def _joint(f: Tensor, cov: Tensor | None, y: Tensor) -> dict[int, Tensor]:
     """Of each set, for each number of anchors; without a covariance the network is one draw."""
     out: dict[int, list[Tensor]] = {kappa: [] for kappa in KAPPAS}
     for i, (mu, labels) in enumerate(zip(f.split(TOGETHER), y.split(TOGETHER), strict=True)):
         shape = (TOGETHER, f.shape[-1])
         given: Any = mu.softmax(-1).unsqueeze(0)
+        draws = None if cov is None else 1024
         if cov is not None:
             given = lw.Prediction(LIKELIHOOD, mu, cov[i].reshape(*shape, *shape), "monte_carlo", joint=True)
         for kappa in KAPPAS:
             generator = torch.Generator().manual_seed(i)
             out[kappa].append(
-                metrics.joint_log_likelihood(given, labels, kappa, draws=1024, generator=generator, each=True)
+                metrics.joint_log_likelihood(given, labels, kappa, draws=draws, generator=generator, each=True)
             )
     return {kappa: torch.cat(values) for kappa, values in out.items()}
 
