@@ -124,6 +124,21 @@ def test_student_noise_has_scipys_distribution_function(nu: float) -> None:
     assert_close(low, torch.as_tensor(stats.t.sf(z.abs(), nu)), rtol=1e-11, atol=1e-300)
 
 
+@pytest.mark.parametrize("likelihood", [Poisson(), lw.likelihoods.NegativeBinomial(torch.tensor([0.8, 3.0]))])
+def test_probabilities_of_counts_add_up_to_the_distribution_function(likelihood: Any) -> None:
+    mean, cov = gaussian_outputs(1)
+    prediction, below = lw.Prediction(likelihood, mean, cov), torch.zeros_like(mean)
+    for k in range(12):
+        y = torch.full_like(mean, k)
+        below = below + prediction.pmf(y)
+        close(below, prediction.cdf(y), 1e-10)
+        close(lw.likelihoods.Likelihood.pmf(likelihood, mean, y), likelihood.pmf(mean, y), 1e-10)
+    with pytest.raises(lw.errors.Unsupported, match="for counts"):
+        lw.Prediction(lw.likelihoods.StudentT(), mean, cov).pmf(mean)
+    with pytest.raises(lw.errors.Unsupported, match="a method cdf"):
+        lw.likelihoods.Likelihood.pmf(lw.likelihoods.Categorical(), mean, mean)
+
+
 def test_a_quantile_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """And inputs are the same in pieces as in one."""
     counted, cdf = [], lw.likelihoods.StudentT.cdf

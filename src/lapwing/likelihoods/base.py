@@ -132,6 +132,13 @@ class Likelihood:
         known, and they are those of samples."""
         return None
 
+    def pmf(self, f: Tensor, y: Tensor) -> Tensor:
+        """P(target = y_j | f) of each target by itself, of y's shape, where targets are counts."""
+        at, below = self.cdf(f, y), self.cdf(f, (y - 1).clamp(min=0))
+        if at is None or below is None:
+            raise Unsupported(f"{self.name} has no distribution function; give it a method cdf(f, y), or pmf(f, y)")
+        return at - torch.where(y > 0, below, 0.0)
+
     def class_probs(self, mean: Tensor) -> Tensor:
         """E[y] as probabilities of classes that exclude each other, along the last axis."""
         return mean

@@ -31,15 +31,25 @@ class _Counts(Likelihood):
         if y.is_complex() or y.dtype == torch.bool or not bool(((y >= 0) & (y == y.round()) & torch.isfinite(y)).all()):
             raise InvalidValue(f"{self.name} targets must be counts, the numbers 0, 1, 2, ... (integer or float)")
 
+    def log_pmf(self, f: Tensor, y: Tensor) -> Tensor:
+        """log P(y_j | f_j) of each target by itself."""
+        raise NotImplementedError
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.log_pmf(f, y).sum(-1)
+
+    def pmf(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.log_pmf(f, y).exp()
+
     def mean(self, f: Tensor) -> Tensor:
         return f.exp()
 
 
 @dataclass(frozen=True)
 class Poisson(_Counts):
-    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+    def log_pmf(self, f: Tensor, y: Tensor) -> Tensor:
         y = y.to(f)
-        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(-1)
+        return y * f - f.exp() - torch.lgamma(y + 1)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
         return torch.poisson(f.exp().to(generator.device), generator=generator).to(f)
@@ -72,11 +82,11 @@ class NegativeBinomial(_Counts):
         if self.r.ndim and len(self.r) != f.shape[-1]:
             raise InvalidValue(f"dispersion has {len(self.r)} values for {f.shape[-1]} outputs; give one, or one each")
 
-    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+    def log_pmf(self, f: Tensor, y: Tensor) -> Tensor:
         y, r = y.to(f), self.r.to(f)
         log_r = r.log()
         ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
-        return (ways + r * log_r + y * f - (y + r) * torch.logaddexp(log_r, f)).sum(-1)
+        return ways + r * log_r + y * f - (y + r) * torch.logaddexp(log_r, f)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
         """A Poisson whose rate is μ times a gamma of mean 1."""

@@ -20,7 +20,7 @@ from lapwing.predictive import Prediction
 AT_ONCE = 64  # inputs: few enough for the nodes of their f to stay in caches
 DRAWS = 64  # of y, to tell the middle and the spread
 NODES, PANELS = 10, 60
-COUNT = 128  # twice the largest of some draws, up to which counts are summed over
+COUNT = 512  # twice the largest of some draws, up to which counts are summed over
 SMALL = 1e-8  # share of the score that may be left in the tails
 
 
@@ -63,9 +63,10 @@ def _of_numbers(predicted: Prediction, y: Tensor) -> Tensor:
 
 
 def _of_counts(predicted: Prediction, y: Tensor) -> Tensor:
-    out, k, left = torch.zeros_like(y), 0, True
+    out, F, k, left = torch.zeros_like(y), torch.zeros_like(y), 0, True
     while left:
-        term = (predicted.cdf(torch.full_like(y, k)) - (y <= k).to(y)).square()
+        F += predicted.pmf(torch.full_like(y, k))
+        term = (F - (y <= k).to(y)).square()
         out += term
         k += 1
         left = bool((y >= k).any()) or bool((k * term > SMALL * out).any())

@@ -63,9 +63,7 @@ def pit(predicted: Prediction | Gaussians | Tensor, y: Tensor) -> Tensor:
 def _distribution(predicted: Prediction, y: Tensor) -> Tensor:
     """F(y); of counts the mean of F(y) and F(y − 1)."""
     at = predicted.cdf(y)
-    if not predicted.likelihood.counts:
-        return at
-    return 0.5 * (at + torch.where(y > 0, predicted.cdf((y - 1).clamp(min=0)), 0.0))
+    return at - 0.5 * predicted.pmf(y) if predicted.likelihood.counts else at
 
 
 def interval(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:

@@ -199,13 +199,15 @@ class Prediction:
             raise InvalidValue(f"cdf takes one y for each target, as log_prob does, got {tuple(y.shape)}")
         if self.gaussian:
             return torch.special.ndtr((y - self.mean) / self.std)
-        targets, parts = y.reshape(-1, y.shape[-1]), []
-        for index, some in self._nodes(self._by_line):
-            each = self.likelihood.cdf(some.f, targets[index].to(some.f))
-            if each is None:
-                raise Unsupported(f"{self.likelihood.name} has no distribution function cdf; use quantile or sample")
-            parts.append(some.average(each))
-        return self._shaped(parts)
+        if not self.has_cdf:
+            raise Unsupported(f"{self.likelihood.name} has no distribution function cdf; use quantile or sample")
+        return self._averaged(self.likelihood.cdf, y)
+
+    def pmf(self, y: Tensor) -> Tensor:
+        """P(target = y) of each target by itself, (n, ..., t), for counts."""
+        if not self.likelihood.counts:
+            raise Unsupported(f"pmf is for counts; a {self.likelihood.name} prediction has log_prob")
+        return self._averaged(self.likelihood.pmf, y.to(self.f_mean.device))
 
     @property
     def has_cdf(self) -> bool:
@@ -276,6 +278,12 @@ class Prediction:
         return show.html(self)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _averaged(self, values: Any, y: Tensor) -> Tensor:
+        """Over f, of values(f, y) of each target by itself."""
+        targets = y.reshape(-1, y.shape[-1])
+        each = [some.average(values(some.f, targets[i].to(some.f))) for i, some in self._nodes(self._by_line)]
+        return self._shaped(each)
 
     @property
     def _by_line(self) -> bool:
