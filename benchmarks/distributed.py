@@ -1,4 +1,5 @@
-"""Two ranks against one, one thread each: a Kronecker fit and a solve by conjugate gradients; bytes by the cost model.
+"""Two ranks against one, one thread each: a Kronecker fit and a solve by conjugate gradients; bytes by the cost model;
+the memory of samples that are spread over ranks.
 
     python benchmarks/distributed.py [--images 2000] [--repeat 3]
 
@@ -13,20 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _common import Bar, clocks, table, write
+from _common import Bar, clocks, peak_memory, table, write
 from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.operators import linalg
 
-RANKS, VECTORS, STEPS, RANK = 2, 8, 10, 20
+RANKS, VECTORS, UNEVEN, STEPS, RANK = 2, 8, 5, 10, 20
 SMALL = 40  # images that bytes are counted with
+SAMPLES = 16  # that memory is measured with
 
 
 def network() -> nn.Module:
@@ -91,9 +94,13 @@ def counted(rank: int, ranks: int) -> dict[str, int]:
         out[name] = traffic["sum bytes"] + traffic["gather bytes"]
     free = lw.curvature.MatrixFree(preconditioner="none")
     la = lw.laplace(model, data, "categorical", structure=free, process_group="world")
-    la.data.ranks.traffic.clear()
-    la.state.source.product(torch.ones(VECTORS, la.state.layout.size).double(), torch.ones(1).double())
-    return {**out, "product": la.data.ranks.traffic["sum bytes"]}
+    traffic, root = la.data.ranks.traffic, la.state.source
+    for vectors in (VECTORS, UNEVEN):
+        traffic.clear()
+        own = torch.ones(vectors, root.size, dtype=torch.float64)[root.ranks.share(vectors)]
+        root.product(own, torch.ones(1, dtype=torch.float64))
+        out |= {f"product with {vectors}, {kind}": traffic[f"{kind} bytes"] for kind in ("gather", "scatter", "sum")}
+    return out
 
 
 def small() -> nn.Module:
@@ -121,6 +128,14 @@ def modeled() -> dict[str, int]:
     blocks = 8 * sum(q**2 for q in norms)
     kron = sum(4 * i**2 + 4 * o**2 + 8 for i, o in layers) + blocks
     statistics = 8
+    products = {}
+    for vectors in (VECTORS, UNEVEN):
+        most = -(-vectors // RANKS)  # of a rank
+        products |= {
+            f"product with {vectors}, gather": 8 * most * p,
+            f"product with {vectors}, scatter": 8 * RANKS * most * (p + 1),
+            f"product with {vectors}, sum": statistics + 16,
+        }
     return {
         "full (primal)": 8 * p**2 + statistics,
         "full (dual)": SMALL // RANKS * 4 * (3 * 32 * 32 + 9 * 10) + statistics,
@@ -129,8 +144,25 @@ def modeled() -> dict[str, int]:
         "block": 8 * sum((i * o) ** 2 for i, o in layers) + blocks + statistics,
         "diag": 8 * p + statistics,
         "lowrank": 8 * (RANK * p + tensors) + statistics,
-        "product": 8 * (VECTORS * p + VECTORS) + statistics + 16,
+        **products,
     }
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def peak(rank: int, ranks: int) -> dict[str, float]:
+    """What a rank takes to solve for SAMPLES samples, beyond its peak before, in vectors of the size of the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 800), nn.Tanh(), nn.Linear(800, 200), nn.Tanh(), nn.Linear(200, 3))
+    x, y = torch.randn(64, 300), torch.randn(64, 3)
+    free = lw.curvature.MatrixFree(SAMPLES, preconditioner="none", memory_budget=2**32)
+    group = "world" if ranks > 1 else None
+    data = [(x[rank::ranks], y[rank::ranks])]
+    la = lw.laplace(model, data, "gaussian", structure=free, prior=30.0, process_group=group)
+    before = peak_memory()
+    _ = la.solve
+    return {"vectors": (peak_memory() - before) / (8 * la.state.layout.size)}
 
 
 # -- processes ---------------------------------------------------------------------------------------------------
@@ -140,7 +172,11 @@ def rank_main(rank: int, ranks: int, folder: str, what: str, images: int) -> Non
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    found = counted(rank, ranks) if what == "bytes" else timed(images, rank, ranks)
+    found: dict[str, Any] = {
+        "bytes": lambda: counted(rank, ranks),
+        "memory": lambda: peak(rank, ranks),
+        "times": lambda: timed(images, rank, ranks),
+    }[what]()
     (pathlib.Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     if ranks > 1:
         dist.destroy_process_group()
@@ -168,10 +204,14 @@ def main() -> None:
     labels = {f"{key}, {clock}": f"{text}, {clock}" for key, text in what.items() for clock in ("wall", "cpu")}
     speedup = {key: least[1][key] / least[RANKS][key] for key in labels}
     sent, formula = run(RANKS, "bytes"), modeled()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # of the ranks: freed blocks are given back, and peaks are needs
+    peaks = {ranks: max(one["vectors"] for one in run(ranks, "memory")) for ranks in (1, RANKS, 2 * RANKS)}
     rows = [("", "1 rank, s", f"{RANKS} ranks, s", "times faster")]
     rows += [(labels[k], *(f"{least[r][k]:.2f}" for r in runs), f"{speedup[k]:.2f}") for k in labels]
     print(table(rows), end="\n\n")
     print(table([("bytes a rank", "sent", "formula"), *((k, str(sent[0][k]), str(v)) for k, v in formula.items())]))
+    held = [(str(ranks), f"{vectors:.0f}") for ranks, vectors in peaks.items()]
+    print("", table([("ranks", f"vectors a rank, {SAMPLES} samples"), *held]), sep="\n")
     off = max(abs(one[key] - value) for one in sent for key, value in formula.items())
     bars = [
         Bar(f"{labels[key]}, times faster on {RANKS} ranks", speedup[key], 1.6, above=True)
@@ -186,6 +226,7 @@ def main() -> None:
         "runs": {str(ranks): held for ranks, held in runs.items()},
         "least": {str(ranks): held for ranks, held in least.items()},
         "bytes": {"sent": sent[0], "formula": formula},
+        "peak of a solve in vectors": {str(ranks): vectors for ranks, vectors in peaks.items()},
     }
     write("distributed", body, bars, ("torch", "lapwing"))
 

@@ -209,8 +209,8 @@ def spread(rank: int, size: int) -> dict[str, Any]:
         mine = inputs()[rank::size], y[rank::size]
         data = [(mine[0][i : i + 7], mine[1][i : i + 7]) for i in range(0, len(mine[0]), 7)]
         group, x = "world" if size > 1 else None, inputs()[:4] + 0.1
-        budget = 8 * 40 * 42 if kind == "noises" else 2**30  # of two samples at a time, or of spread ones one a rank
-        free = lw.curvature.MatrixFree(samples=5, tolerance=1e-10, preconditioner="nystrom", rank=9)
+        budget = 8 * 26 * 42 if kind == "noises" else 2**30  # of a sample at a time, and of two more that pass
+        free = lw.curvature.MatrixFree(samples=5, tolerance=1e-9, preconditioner="nystrom", rank=9)
         free = dataclasses.replace(free, memory_budget=budget)
         la = lw.laplace(network(), data, likelihood, structure=free, prior=2.0, process_group=group)
         most, kept = [0], Streamed.precondition
@@ -222,12 +222,12 @@ def spread(rank: int, size: int) -> dict[str, Any]:
         Streamed.precondition = counted  # type: ignore[method-assign]
         solve, noise = la.solve, la.posterior.precision.noise
         Streamed.precondition = kept  # type: ignore[method-assign]
-        tuned, whole = la.tuned(), la.gathered()
+        whole = la.gathered()
         out[f"{kind}, own"] = len(solve.z), noise.shape[1], most[0], solve.steps, solve.passes
         found = {
             "samples": whole.solve.z,
             "dimension": la.effective_dimension(),
-            "residual": solve.residual < 1e-9,
+            "residual": solve.residual < 1e-8,
             "covariance": la.predict(x).covariance,
             "joint": la.predict(x, joint=True).covariance,
             "evidence": la.log_evidence(),
@@ -237,18 +237,19 @@ def spread(rank: int, size: int) -> dict[str, Any]:
             "functions": la.function_samples(2)(x),
             "traces": linalg.traces(la.posterior.precision, la.prior.operator()),
             "image": linalg.mv(la.posterior.precision, torch.eye(42, dtype=torch.float64)[:2]),
-            "tuned": (tuned.prior.precision, tuned.log_evidence(), tuned.likelihood.hyperparameters),
-            "tuned covariance": tuned.predict(x, mean="tangent").covariance,
-            "tuned mean": tuned.predict(x, mean="tangent").f_mean,
         }
         if kind == "categorical":
+            la = la.tuned()
+            found["tuned"] = la.prior.precision, la.log_evidence()
+            found["tuned mean"] = la.predict(x, mean="tangent").f_mean
+            found["tuned covariance"] = la.predict(x).covariance
             held = [(x + 0.2, y) for x, y in data]
             found["validated"] = la.tuned(method="validation", data=held, fixed="precision").temperature
+            whole = la.gathered()
         out[kind] = found
         out[f"{kind}, elsewhere"] = whole.predict(inputs()[rank : rank + 2]).covariance, la.predict(inputs()).covariance
-        tuned = tuned.gathered()
         if rank == 0:
-            tuned.save(f"{FOLDER[0]}/{kind} of {size}")
+            whole.save(f"{FOLDER[0]}/{kind} of {size}")
     return out
 
 
@@ -292,6 +293,9 @@ def traffic(rank: int, size: int) -> dict[str, Any]:
     own = torch.ones(3, la.state.layout.size, dtype=torch.float64)[la.data.ranks.share(3)]
     la.state.source.product(own, torch.ones(1).double())
     out["product"] = dict(counted)
+    counted.clear()
+    la.state.source.product(own[: 1 - rank], torch.ones(1).double())
+    out["one vector"] = dict(counted)
     counted.clear()
     la.state.source.noise(torch.arange(3)[la.data.ranks.share(3)], 0)
     out["noise"] = dict(counted)
@@ -638,7 +642,7 @@ def test_each_rank_holds_its_share_of_the_samples(folder: Path, kind: str, size:
     for rank, share in zip(found(folder, "spread", size), shares, strict=True):
         held, noise, solved, *_ = rank[f"{kind}, own"]
         assert (held, noise) == (share, share)
-        assert solved == (share if kind == "categorical" else 2 if size == 1 else 1)  # at a time, as the budget has it
+        assert solved == (share if kind == "categorical" else 1)  # at a time, as the budget has it
     told = [rank[f"{kind}, own"][3:] for rank in found(folder, "spread", size)]
     assert len(set(told)) == 1  # steps and passes
 
@@ -651,7 +655,7 @@ def test_gathered_samples_leave_the_group(folder: Path, kind: str, size: int) ->
         elsewhere, everywhere = rank[f"{kind}, elsewhere"]
         close(elsewhere, everywhere[i : i + 2])
         back = lw.load(folder / f"{kind} of {size}", network())
-        close(back.predict(inputs()[:4] + 0.1).covariance, rank[kind]["tuned covariance"])
+        close(back.predict(inputs()).covariance, everywhere)
         assert len(back.solve.z) == 5
 
 
@@ -697,6 +701,7 @@ def test_bytes_are_those_of_the_cost_model(folder: Path) -> None:
             8 + 16,
         ]
         assert [rank["product"][f"{kind} messages"] for kind in ("gather", "scatter", "control")] == [1, 1, 4]
+        assert [rank["one vector"][f"{kind} bytes"] for kind in ("gather", "scatter")] == [8 * 42, 8 * (42 + 1)]
         assert [rank["noise"][f"{kind} bytes"] for kind in ("gather", "scatter")] == [8 * 2, 8 * 4 * 42]
         assert rank["prediction"]["gather bytes"] == 8 * 2 * 3 * 2  # two of four samples at three inputs, two outputs
 

@@ -9,7 +9,7 @@ group's timeout, ends the others with an error. What ranks compute from sums ove
 sums are, bit by bit; where it could differ all the same (eigenvectors, right-hand sides) it is compared.
 
 Columns (samples, right-hand sides, probes) are spread over ranks: of k columns each rank holds its `share`, in order.
-What needs the data of all ranks sees the columns of all for a while (`parts`), and what it sums over the data goes back
+What needs the data of all ranks sees the columns of all for a while (`joint`), and what it sums over the data goes back
 to the ranks that own them (`returned`).
 
 `traffic` counts bytes and messages as they are handed to a collective: "sum", "gather" and "scatter" for what the cost
@@ -255,30 +255,43 @@ class Ranks:
         start = self.rank * each + min(self.rank, more)
         return slice(start, start + each + (self.rank < more))
 
-    def parts(self, mine: Tensor, what: str) -> list[Tensor]:
-        """The columns (k_r, ...) of every rank, in the order of ranks; they travel padded to the most that one has."""
+    def joint(self, mine: Tensor, what: str) -> tuple[Tensor, list[int]]:
+        """The columns (k_r, ...) of all ranks, in order, and how many each has. They travel padded to the most that one
+        has, or from one owner after the other where that would double them."""
         if self.alone:
-            return [mine]
+            return mine, [len(mine)]
         what = f"{what}: columns of {tuple(mine.shape[1:])}, {mine.dtype}"
         counts = [int(one) for one in self.meet(what, words=torch.tensor([len(mine)]))]
-        if not any(counts):
-            return [mine for _ in counts]
+        if _sparse(counts):
+            found = mine.new_zeros(sum(counts), *mine.shape[1:], device=self.device)
+            for r, part in enumerate(found.split(counts)):
+                if len(part):
+                    part.copy_(mine) if r == self.rank else None
+                    self._call("gather", _bytes(part), dist.broadcast, part, dist.get_global_rank(self.group, r))
+            return found.to(mine.device), counts
         padded = _padded(mine.detach(), max(counts)).to(self.device)
         found = padded.new_empty(len(counts), *padded.shape)
         self._call("gather", _bytes(padded), dist.all_gather, list(found.unbind()), padded)
-        return [part[:n].to(mine.device) for part, n in zip(found, counts, strict=True)]
+        even = len(set(counts)) == 1
+        parts = [part[:n] for part, n in zip(found, counts, strict=True)]
+        return (found.flatten(0, 1) if even else torch.cat(parts)).to(mine.device), counts
 
     def whole(self, mine: Tensor, what: str) -> Tensor:
         """The columns of all ranks, on every rank."""
-        return mine if self.alone else torch.cat(self.parts(mine, what))
+        return self.joint(mine, what)[0]
 
     def returned(self, total: Tensor, counts: Sequence[int], what: str) -> Tensor:
-        """Σ over ranks of what each has for the columns of all, (Σ_r k_r, ...): to each rank its own."""
+        """Σ over ranks of what each has for the columns of all, (Σ_r k_r, ...): to each rank its own. Written over."""
         if self.alone or not len(total):
             return total
         self.meet(f"{what}: sums of columns {tuple(counts)} of {tuple(total.shape[1:])}")
-        most = max(counts)
-        padded = [_padded(part, most).to(self.device) for part in total.split(list(counts))]
+        most, there = max(counts), total.to(self.device)
+        if _sparse(counts):
+            for r, part in enumerate(there.split(list(counts))):
+                if len(part):
+                    self._call("scatter", _bytes(part), dist.reduce, part, dist.get_global_rank(self.group, r))
+            return there.split(list(counts))[self.rank].to(total.device)
+        padded = [_padded(part, most) for part in there.split(list(counts))]
         mine = torch.empty_like(padded[0])
         self._call("scatter", sum(map(_bytes, padded)), dist.reduce_scatter, mine, padded)
         return mine[: counts[self.rank]].to(total.device)
@@ -372,6 +385,11 @@ def _difference(theirs: tuple[tuple[str, str], ...], usual: tuple[tuple[str, str
 def _told(error: Exception) -> Exception:
     setattr(error, TOLD, True)
     return error
+
+
+def _sparse(counts: Sequence[int]) -> bool:
+    """Whether columns padded to the most of a rank would be twice as many, or more."""
+    return len(counts) * max(counts) >= 2 * sum(counts)
 
 
 def _padded(rows: Tensor, n: int) -> Tensor:

@@ -96,24 +96,20 @@ class DataRoot:
     @torch.no_grad()
     def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_h w_h G_h v (k, p), and vᵀG_h v (k, h), for this rank's columns v."""
-        parts = self.ranks.parts(v, "vectors of a product")
-        if not any(map(len, parts)):
-            return v.new_zeros(v.shape), v.new_zeros(0, self.weights)
-        v, sums, watch = self._joined(parts), self._sums(parts), _Watch(self)
+        v, counts = self.ranks.joint(v, "vectors of a product")
+        sums, watch = self._sums(len(v)), _Watch(self)
+        if not len(v):
+            return sums[:, : self.size], sums[:, self.size :]
         with self.ranks.told("a product"):
             for x, y in self._each():
                 for piece, targets in pieces(self.tangent, x, y, len(v)):
                     self._add(piece, targets, v, weights, sums, watch)
         watch.check()
-        out = self.ranks.returned(sums, [len(part) for part in parts], "a product")
+        out = self.ranks.returned(sums, counts, "a product")
         return out[:, : self.size], out[:, self.size :]
 
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _sums(self, parts: list[Tensor]) -> Tensor:
+    def _sums(self, k: int) -> Tensor:
         """Of products, and beside them of squares: (k, p + h)."""
-        k = sum(map(len, parts))
         return torch.zeros(k, self.size + self.weights, dtype=torch.float64, device=self.tangent.device)
 
     def _add(self, x: Any, y: Tensor, v: Tensor, weights: Tensor, sums: Tensor, watch: _Watch | None) -> None:
@@ -160,14 +156,14 @@ class DataRoot:
 
     def _estimate(self, batch: tuple[Any, Tensor] | None, n: int, weights: Tensor, v: Tensor) -> Tensor:
         """(N/n) Σ_h w_h G_h v of n examples, of which this rank has a batch, or none."""
-        parts = self.ranks.parts(v, "vectors of a minibatch")
-        if not any(map(len, parts)):
+        v, counts = self.ranks.joint(v, "vectors of a minibatch")
+        if not len(v):
             return v
-        v, sums = self._joined(parts), self._sums(parts)
+        sums = self._sums(len(v))
         with self.ranks.told("a minibatch"):
             for piece, targets in () if batch is None else pieces(self.tangent, *batch, len(v)):
                 self._add(piece, targets, v, weights, sums, None)
-        out = self.ranks.returned(sums, [len(part) for part in parts], "a minibatch")
+        out = self.ranks.returned(sums, counts, "a minibatch")
         return out[:, : self.size] * (self.n / n)
 
     @torch.inference_mode(False)
@@ -176,9 +172,9 @@ class DataRoot:
         """Σ_n J_nᵀ s_n e_n for the columns s of S_n, each with the standard normal numbers e_n that `amplitudes` tell,
         for this rank's columns of the noise: (h, k, p). Examples are numbered as if ranks took turns, so that one
         process draws the same where rank r of R has every R-th of its examples, from the r-th on."""
-        parts, ranks = self.ranks.parts(columns, "the noise of the data"), self.ranks
-        every = self._joined(parts)
-        k, watch, seen = len(every), _Watch(self), 0
+        ranks, watch, seen = self.ranks, _Watch(self), 0
+        every, counts = ranks.joint(columns, "the noise of the data")
+        k = len(every)  # one at the least
         total = torch.zeros(k, self.weights, self.size, dtype=torch.float64, device=self.tangent.device)
         with ranks.told("the noise of the data"):
             for x, y in self._each():
@@ -197,7 +193,7 @@ class DataRoot:
                 for h, one in enumerate(u):
                     total[:, h] += self.tangent.vjps(x, one.reshape(k, *f.shape))
         watch.check()
-        return ranks.returned(total, [len(part) for part in parts], "the noise of the data").transpose(0, 1)
+        return ranks.returned(total, counts, "the noise of the data").transpose(0, 1)
 
     @property
     def _families(self) -> tuple[list[int], list[int]]:

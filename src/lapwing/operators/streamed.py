@@ -39,7 +39,7 @@ from lapwing.solvers.noise import generator_of
 from lapwing.solvers.product import Product
 from lapwing.solvers.sgd import sgd
 
-HELD, PASSING = 20, 3  # vectors that a solve holds for each column of this rank's own, and of the others'
+HELD, PASSING = 20, 4  # vectors that a solve holds for each column of this rank's own, and of the others'
 STEPS = 64  # vectors that Lanczos keeps for each probe, where the memory budget has room for them
 WORK = 10  # others that it holds for each
 ROUND = 64  # minibatches of a round of SGD, at the least: whole passes
@@ -199,11 +199,10 @@ class Streamed:
         """u with (I + D^-½ RᵀWR D^-½) u = b to a residual of tolerance·share·‖b‖, columns in groups that fit the memory
         budget; raises unless converged. b and u are this rank's, residuals those of all."""
         plan, ranks, groups = self.plan, self.reads().ranks, self._groups(len(b), HELD, PASSING)
-        starts = [None] * groups if start is None else start.tensor_split(groups)
+        starts = [None] * len(groups) if start is None else start.split(groups)
         with ranks.told("a solve"):
             found = [
-                self._solve(some, x0, share * plan.tolerance)
-                for some, x0 in zip(b.tensor_split(groups), starts, strict=True)
+                self._solve(some, x0, share * plan.tolerance) for some, x0 in zip(b.split(groups), starts, strict=True)
             ]
         out = Solution(
             torch.cat([one.x for one in found]),
@@ -221,13 +220,19 @@ class Streamed:
             )
         return out
 
-    def _groups(self, k: int, held: int, passing: int) -> int:
-        """In how many groups to take columns, of which this rank has k, for as many vectors a column of its own, and of
-        the others', to fit the memory budget; the same on all ranks."""
-        ranks = self.reads().ranks
-        each = held + (ranks.size - 1) * passing
-        at_once = max(1, self.plan.memory_budget // (8 * each * self.size))
-        return max(1, -(-ranks.most(k, "columns") // at_once))
+    def _at_once(self, held: int, passing: int) -> int:
+        """How many columns of all ranks fit the memory budget, by the vectors for each of one's own, and of others'."""
+        ranks, room = self.reads().ranks.size, self.plan.memory_budget // (8 * self.size)
+        own = room // (held + (ranks - 1) * passing)
+        return ranks * own if own else max(1, 1 + (room - held) // passing)
+
+    def _groups(self, k: int, held: int, passing: int) -> list[int]:
+        """How many of its k columns this rank takes in each of the groups that fit the memory budget. Columns come in
+        turns: the first of each rank, then the second; so all ranks have as many groups."""
+        ranks, at_once = self.reads().ranks, self._at_once(held, passing)
+        turns = torch.arange(k) * ranks.size + ranks.rank
+        groups = ranks.most(int(turns[-1]) // at_once + 1 if k else 1, "groups of columns")
+        return torch.bincount(turns // at_once, minlength=groups).tolist()
 
     def _solve(self, b: Tensor, start: Tensor | None, tolerance: float) -> Solution:
         plan, root, mv = self.plan, self.reads(), self.whitened(self.gram)
@@ -268,7 +273,7 @@ class Streamed:
         start = prior if last is None else last[2].dense().sqrt() * last[1].share(root.ranks)
         solution = self.sampled(self.noise, prior, start)
         z = self.d.rsqrt() * solution.x
-        groups = z.tensor_split(self._groups(len(z), 1, PASSING))
+        groups = z.split(self._groups(len(z), 1, PASSING))
         made = [root.product(some, self.weights.detach()) for some in groups]
         gz, squares = (torch.cat(parts) for parts in zip(*made, strict=True))
         found = Samples(
@@ -294,7 +299,7 @@ class Streamed:
 
     def _noise(self, columns: Tensor, seed: int) -> Tensor:
         h = len(self.weights)
-        groups = columns.tensor_split(self._groups(len(columns), h, 2 * h))
+        groups = columns.split(self._groups(len(columns), h, 2 * h))
         return torch.cat([self.reads().noise(some, seed) for some in groups], 1)
 
     def _own(self, k: int) -> Tensor:
@@ -351,10 +356,9 @@ class Streamed:
             return known[1]
         close, plan, ranks = self.close[0], self.plan, self.reads().ranks
         k, room = max(FEWEST, plan.samples), plan.memory_budget // (8 * self.size)  # probes, vectors
-        others = PASSING * (ranks.size - 1)
-        at_once = ranks.size * max(1, room // (STEPS + others))
-        groups = torch.arange(k).tensor_split(max(1, min(k // FEWEST, -(-k // at_once))))
-        window = max(SHORT, room // -(-len(groups[0]) // ranks.size) - WORK - others)
+        groups = torch.arange(k).tensor_split(max(1, min(k // FEWEST, -(-k // self._at_once(STEPS, PASSING)))))
+        own = -(-len(groups[0]) // ranks.size)  # probes of a group, at the most
+        window = max(SHORT, (room - PASSING * (len(groups[0]) - own)) // own - WORK)
 
         def step(v: Tensor) -> Tensor:
             mv = self.gram(v) + self.d * v
