@@ -141,7 +141,8 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
         s = (weights[0] if len(weights) == 1 else weights.new_ones(())) / stored("count").clamp(min=1)
         eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
         cache = state.cache.setdefault(part.name, {}) if len(weights) == 1 else {}
-        return KroneckerOperator(stored("A"), mixed, s, name=part.name, eps=eps, cache=cache)
+        a = state.sums[f"{part.name}/A"].to(weights.device) if len(weights) == 1 else stored("A")
+        return KroneckerOperator(a, mixed, s, name=part.name, eps=eps, cache=cache)
     if part.kind == "dense":
         gram = stored("gram")
         if len(weights) == 1:

@@ -8,7 +8,8 @@ With B = U_B diag(m) U_Bᵀ and A = U_A diag(l) U_Aᵀ, the shift adds to the *p
     D = δ (u ⊗ e), u ⊗ e fixed (the g-prior's unit):  M = (u ⊗ e)^½ (s·B' ⊗ A' + δ) (u ⊗ e)^½
 
 Any other D cannot be absorbed. Eigenvalues come first (all that the evidence needs); eigenvectors when asked for.
-A is (b, i, i), or its diagonal (b, i) where inputs are rows of the identity (embeddings).
+A is (b, i, i), or its diagonal (b, i) where inputs are rows of the identity (embeddings). It is given as it was summed,
+which may be in float32, and copied to float64 where that is needed: eigenvalues are not.
 """
 
 from __future__ import annotations
@@ -43,6 +44,20 @@ class Kronecker:
     def size(self) -> int:
         b, o, i = self.shape
         return b * o * i
+
+    @property
+    def inputs(self) -> Tensor:
+        """A in float64."""
+        if self.a.dtype == self.b.dtype:
+            return self.a
+        if "inputs" not in self.cache:
+            self.cache["inputs"] = self.a.to(self.b)
+        return self.cache["inputs"]
+
+    @property
+    def input_squares(self) -> Tensor:
+        """The diagonal of A, (b, i)."""
+        return (self.a if self.a.ndim == 2 else self.a.diagonal(dim1=-2, dim2=-1)).to(self.b)
 
     # -- the shift as u ⊗ e ---------------------------------------------------------------------------------------
 
@@ -98,7 +113,7 @@ class Kronecker:
         """A' and B' for a shift that is not uniform; A and B themselves for one that is."""
         assert self.diag is not None
         if self.diag.uniform:
-            return self.a, self.b
+            return self.inputs, self.b
         u, e = self.separated
         a = self.a / e if self.a.ndim == 2 else self.a * (e.rsqrt().unsqueeze(-1) * e.rsqrt().unsqueeze(-2))
         return a, self.b * (u.rsqrt().unsqueeze(-1) * u.rsqrt().unsqueeze(-2))
@@ -118,7 +133,7 @@ class Kronecker:
     def eigenvalues(self) -> Tensor:
         """Products m·l of the (whitened) factors, (b, o, i), differentiable in D."""
         if self._fresh():
-            a, b = self.whitened() if self.diag is not None else (self.a, self.b)
+            a, b = self.whitened() if self.diag is not None else (self.inputs, self.b)
             values = [a if a.ndim == 2 else torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b)]
             l, m = (linalg.clip(v, eps=self.eps)[0] for v in values)
             return m.unsqueeze(-1) * l.unsqueeze(-2)
@@ -127,8 +142,8 @@ class Kronecker:
             if "eigenvectors" in kept:
                 l, m = kept["eigenvectors"][0], kept["eigenvectors"][2]
             else:
-                a, b = self.whitened() if self.diag is not None else (self.a, self.b)
-                l = a if a.ndim == 2 else self._eigvalsh(a)
+                a, b = (self.a, self.b) if self.diag is None or self.diag.uniform else self.whitened()
+                l = a.to(self.b) if a.ndim == 2 else self._eigvalsh(a)
                 m = self._eigvalsh(b)
             l, first = linalg.clip(l, eps=self.eps)
             m, second = linalg.clip(m, eps=self.eps)
@@ -139,14 +154,14 @@ class Kronecker:
     def _eigvalsh(self, matrix: Tensor) -> Tensor:
         """Eigenvalues in the precision that the factor was summed in: in float32 that is half the time."""
         single = self.eps >= torch.finfo(torch.float32).eps
-        return torch.linalg.eigvalsh(matrix.float() if single else matrix).to(matrix)
+        return torch.linalg.eigvalsh(matrix.float() if single else matrix).to(self.b)
 
     @cached_property
     def decomposition(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """l (b, i), U_A (b, i, i) or None for the identity, m (b, o), U_B (b, o, o), of the whitened factors."""
         fresh, kept = self._fresh(), self.kept
         if fresh or "eigenvectors" not in kept:
-            a, b = (t.detach() for t in (self.whitened() if self.diag is not None else (self.a, self.b)))
+            a, b = (t.detach() for t in (self.whitened() if self.diag is not None else (self.inputs, self.b)))
             l, ua = (a, None) if a.ndim == 2 else torch.linalg.eigh(a)
             m, ub = torch.linalg.eigh(b)
             out = linalg.clip(l, eps=self.eps)[0], ua, linalg.clip(m, eps=self.eps)[0], ub
@@ -201,7 +216,7 @@ def _(op: Kronecker, d: Diagonal) -> Kronecker:
 @linalg.mv.register
 def _(op: Kronecker, v: Tensor) -> Tensor:
     w = op.matrices(v)
-    out = op.b @ (w * op.a.unsqueeze(-2) if op.a.ndim == 2 else w @ op.a)
+    out = op.b @ (w * op.inputs.unsqueeze(-2) if op.a.ndim == 2 else w @ op.inputs)
     out = (op.factor * out).reshape(v.shape)
     return out if op.diag is None else out + op.diag.dense() * v
 
@@ -236,13 +251,13 @@ def _(op: Kronecker, rows: Tensor) -> Tensor:
 
 @linalg.diagonal.register
 def _(op: Kronecker) -> Tensor:
-    a = op.a if op.a.ndim == 2 else op.a.diagonal(dim1=-2, dim2=-1)
+    a = op.input_squares
     out = op.factor * (op.b.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * a.unsqueeze(-2)).reshape(-1)
     return out if op.diag is None else out + op.diag.dense()
 
 
 @linalg.to_dense.register
 def _(op: Kronecker) -> Tensor:
-    a = torch.diag_embed(op.a) if op.a.ndim == 2 else op.a
+    a = torch.diag_embed(op.inputs) if op.a.ndim == 2 else op.inputs
     out = op.factor * torch.block_diag(*[torch.kron(b, a) for b, a in zip(op.b, a, strict=True)])
     return out if op.diag is None else out + op.diag.dense().diag()

@@ -109,8 +109,7 @@ def second_moments(op: Any, layout: Layout, floor: float, eps: float) -> tuple[T
 def _of_block(op: Any, floor: float, eps: float) -> tuple[Tensor, Tensor]:
     if not isinstance(op, Kronecker):
         return _raised(linalg.diagonal(op).detach(), floor, eps)
-    a = op.a if op.a.ndim == 2 else op.a.diagonal(dim1=-2, dim2=-1)
-    e, dead_e = _raised(a.detach(), floor, eps)  # (b, i)
+    e, dead_e = _raised(op.input_squares.detach(), floor, eps)  # (b, i)
     u, dead_u = _raised(op.b.detach().diagonal(dim1=-2, dim2=-1), floor, eps)  # (b, o)
     h = op.factor.detach() * u.unsqueeze(-1) * e.unsqueeze(-2)
     return h.reshape(-1), (dead_u.unsqueeze(-1) | dead_e.unsqueeze(-2)).reshape(-1)
