@@ -74,7 +74,7 @@ def cifar10(images: int, samples: int) -> None:
     structure = lw.curvature.MatrixFree(samples=samples, tolerance=0.05)
     start = time.perf_counter()
     la = lw.laplace(resnet(20), loader(x, y), "categorical", structure=structure, prior=1000.0, process_group="world")
-    say(la.solve)  # all ranks solve together; predictions then take none of the others
+    say(la.solve)  # each rank for its share of the samples, which it then pushes to the same inputs as the others
     x_test, y_test = read(data("cifar10/cifar10_test.npz"), slice(0, 100))
     pred = la.predict(x_test)
     say(la)

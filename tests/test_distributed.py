@@ -130,6 +130,7 @@ def verbs(rank: int, size: int) -> dict[str, Any]:
     validated = kron.tuned(method="validation", data=held, fixed="temperature")
     out["validation"] = validated.prior.precision, validated.temperature
     out["updated"] = described(kron.updated(held))
+    out["without"] = described_sums(kron.updated(held).without(held))
     out["tuned on all"] = described(kron.updated(held).tuned())
     kron.save(f"{FOLDER[0]}/kron {rank} of {size}")
     there = Shard(data, Ranks(dist.group.WORLD)) if size > 1 else data
@@ -572,7 +573,8 @@ def test_parameters_of_a_wrapped_model_have_their_own_names(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "key", ["auto", "validation", "updated", "tuned on all", "loaded", "certificate", "by passes", "embedding"]
+    "key",
+    ["auto", "validation", "updated", "without", "tuned on all", "loaded", "certificate", "by passes", "embedding"],
 )
 def test_verbs_of_ranks_are_those_of_one_process(folder: Path, key: str) -> None:
     ranks, (alone,) = ([one[key] for one in found(folder, "verbs", n)] for n in (3, 1))

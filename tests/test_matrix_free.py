@@ -671,6 +671,24 @@ def test_a_shuffled_loader_is_the_same_data() -> None:
     assert lw.laplace(net, loader, likelihood, structure=MatrixFree(samples=4)).solve.residual <= 1e-6
 
 
+def test_samples_do_not_depend_on_the_batches() -> None:
+    """Their noise belongs to sample and example, wherever a batch ends."""
+    net, x, y, likelihood = tags(1)
+    loaders, free = [DataLoader(TensorDataset(x, y), n) for n in (3, len(x))], MatrixFree(4, tolerance=TIGHT)
+    made = [lw.laplace(net, loader, likelihood, structure=free).solve.z for loader in loaders]
+    torch.testing.assert_close(*made, rtol=1e-8, atol=1e-8)
+
+
+def test_noise_by_its_place_is_standard_normal() -> None:
+    """Moments, and products of neighbors in column, row, entry or seed, within five standard errors."""
+    e, other = based(0, 20, 30, 50), based(1, 20, 30, 50)
+    n = e.numel()
+    moments = (e.mean(), 0, 1), (e.square().mean(), 1, 2), (e.pow(3).mean(), 0, 15), (e.pow(4).mean(), 3, 96)
+    pairs = (e[1:] * e[:-1], e[:, 1:] * e[:, :-1], e[..., 1:] * e[..., :-1], e * other)
+    for value, truth, variance in (*moments, *((pair.mean(), 0, 1) for pair in pairs)):
+        assert abs(float(value) - truth) < 5 * (1.1 * variance / n) ** 0.5
+
+
 def test_an_indefinite_operator_is_named() -> None:
     R, a = double(9, 6, seed=0), torch.full((6,), 0.1, dtype=torch.float64)
     with pytest.raises(NotPositiveDefinite, match="positive definite"):
