@@ -1,6 +1,7 @@
 """Maximize the evidence over log hyperparameters by its gradient (Eq. 6), prior and noise together.
 
-Each is moved inside its bounds by log λ = low + (high − low)·sigmoid(u); L-BFGS with a strong Wolfe search on u.
+Each is moved inside its bounds by log λ = low + (high − low)·sigmoid(u); L-BFGS with a strong Wolfe search on u, at the
+trained weights from where the evidence's own fixed point is.
 With a scalar prior one factorization serves every step; with groups, dense curvature is factorized at each.
 At the tangent center v* is solved for again at each evaluation; its derivative drops out of the gradient (Eq. 21).
 """
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from lapwing.curvature import State
 from lapwing.errors import NotConverged
-from lapwing.evidence import effective_dimension, log_evidence
-from lapwing.tune.bounds import Box, Tuning, at_values, box, warn_bound
+from lapwing.evidence import effective_dimension, log_evidence, scatter
+from lapwing.tune.bounds import EDGE, Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
 
 TOLERANCE = 1e-6  # of the gradient in log space, relative to the number of parameters and data
 STEPS = 200
+SECANTS, CLOSE = 12, 1e-7  # steps towards a start, and how near, in log λ, is near enough
 
 
 def evidence(
@@ -28,10 +30,11 @@ def evidence(
 ) -> tuple[Any, Any, Tuning]:
     """The prior and likelihood that the evidence picks, at the trained weights or at the v* of a tracker, and how it
     went."""
-    bounds = box(state, prior, likelihood, fixed)
-    bounds = (
-        _bisected(bounds, state, prior, likelihood) if tracker is None else tracker.started(bounds, prior, likelihood)
-    )
+    bounds, near = box(state, prior, likelihood, fixed), 0
+    if tracker is None:
+        bounds, near = _approached(bounds, state, prior, likelihood)
+    else:
+        bounds = tracker.started(bounds, prior, likelihood)
     u = {key: _to_free(value, bounds, key).requires_grad_() for key, value in bounds.start.items()}
     trace: list[float] = []
     scale = TOLERANCE * (state.layout.size + state.n)
@@ -68,7 +71,7 @@ def evidence(
     )
     warn_bound(at_bound)
     new_prior, new_likelihood = at_values(prior, likelihood, final)
-    steps = optimizer.state[next(iter(u.values()))]["n_iter"]
+    steps = near + optimizer.state[next(iter(u.values()))]["n_iter"]
     report = Tuning("evidence", "map", tuple(trace), steps, converged, at_bound, tuple(fixed))
     return (
         new_prior,
@@ -77,16 +80,32 @@ def evidence(
     )
 
 
-def _bisected(bounds: Box, state: State, prior: Any, likelihood: Any) -> Box:
-    """From λ₀ = P/‖θ‖² to the middle, in logarithms, of γ(λ₀)/‖θ‖² and λ₀. γ falls as λ grows, so that for one group
-    the λ = γ(λ)/‖θ‖² where the evidence is highest lies between them."""
+def _approached(bounds: Box, state: State, prior: Any, likelihood: Any) -> tuple[Box, int]:
+    """A start near λ_g = γ_g(λ)/‖θ_g‖², where the evidence at the trained weights is highest if the noise stands still,
+    and the steps that it took.
+
+    r(x) = log γ(eˣ) − log ‖θ‖² − x falls by 1 to 2 for a step of 1 in x, since −γ ≤ dγ/dx ≤ 0: from P/‖θ‖², which is
+    above the root, secants with slopes within those bounds come to it. While the noise moves, one step is enough."""
     if "precision" not in bounds.start:
-        return bounds
-    first = bounds.start["precision"]
-    gamma = effective_dimension(state, *at_values(prior, likelihood, bounds.start))
-    share = (gamma / prior.counts()).clamp(torch.finfo(torch.float64).tiny, 1)
-    start = (first + share.log() / 2).clamp(bounds.low["precision"] + 1, bounds.high["precision"] - 1)
-    return replace(bounds, start={**bounds.start, "precision": start})
+        return bounds, 0
+    x, tiny = bounds.start["precision"], torch.finfo(torch.float64).tiny
+    low, high = bounds.low["precision"], bounds.high["precision"]
+    square = scatter(state, prior).clamp(min=tiny).log()
+
+    def gap(x: Tensor) -> Tensor:
+        values = {**bounds.start, "precision": x}
+        return effective_dimension(state, *at_values(prior, likelihood, values)).clamp(min=tiny).log() - square - x
+
+    r, slope, steps, settled = gap(x), torch.full_like(x, -2.0), 1, False
+    while len(bounds.start) == 1 and steps < SECANTS and not settled:
+        moved = (x - r / slope).clamp(low + EDGE / 2, high - EDGE / 2)
+        new = gap(moved)
+        found = (new - r) / (moved - x)
+        slope = torch.where(found.isfinite(), found, slope).clamp(-2, -1)
+        settled = bool(((new.abs() < CLOSE) | (moved == x)).all())
+        x, r, steps = moved, new, steps + 1
+    start = x if settled else (x - r / slope).clamp(low + 1, high - 1)  # away from bounds, where the search is slow
+    return replace(bounds, start={**bounds.start, "precision": start}), steps
 
 
 def _log_evidence(state: State, prior: Any, likelihood: Any, tracker: Tracker | None) -> Tensor:
