@@ -33,7 +33,7 @@ from lapwing.tangent import TangentModel
 ASSUMED = 10_000  # examples, where the data do not tell
 TRY = 2**28  # bytes of state that a trial may make
 TRY_DENSE = 1500  # side of a dense block that a trial may factorize
-EVALUATIONS = 7  # of the evidence while tuning the prior, and as many more for the noise
+EVALUATIONS, WITH_NOISE = 4, 14  # of the evidence while tuning the prior alone, and with the noise
 EVALUATION = 1e-3, 2.5e-4  # seconds of one beside its elements: once, and a part
 HEAP = 1.4  # bytes that the process grows by for a byte of passing tensors: gaps, and copies inside kernels
 PIECES = 1.7  # the same where many pieces pass
@@ -178,7 +178,7 @@ def cholesky(n: int, rates: Rates) -> float:
 
 
 def _evaluations(problem: Problem, size: int, parts: int, rates: Rates) -> float:
-    count = EVALUATIONS * (1 + bool(problem.likelihood.hyperparameters))
+    count = WITH_NOISE if problem.likelihood.hyperparameters else EVALUATIONS
     return count * (3 * size * rates.element + EVALUATION[0] + parts * EVALUATION[1])
 
 
