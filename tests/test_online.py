@@ -597,3 +597,15 @@ def test_a_state_of_another_training_is_refused(mlp: nn.Module, classification: 
         online.load_state_dict({**online.state_dict(), "n": 5})
     with pytest.raises(InvalidValue, match="holds"):
         online.load_state_dict({"epoch": 3})
+
+
+def test_updates_leave_nothing_behind_in_the_prior() -> None:
+    """What is kept of a prior's groups must not grow with each state that it meets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    data = torch.randn(20, 3), torch.randint(2, (20,))
+    online = lw.OnlineEvidence(model, data, "categorical", every=1, burn_in=1, steps=2)
+    trained(online, model, data, 1)
+    before = set(online.prior.cache)
+    trained(online, model, data, 4)
+    assert set(online.prior.cache) == before

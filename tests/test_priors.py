@@ -326,3 +326,29 @@ def test_a_network_of_one_layer_has_one_precision_a_layer() -> None:
     assert layerwise.prior.precision.shape == (1,)
     close(layerwise.log_evidence(center="map"), lw.laplace(net, (x, y), "categorical").log_evidence(center="map"))
     assert tree.fingerprints({"": torch.ones(()).expand(1)}) == tree.fingerprints({"": torch.ones(1)})
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "block", "ekfac"])
+def test_a_state_tells_priors_of_other_groups_and_means_apart(structure: str) -> None:
+    """What a state keeps of one prior's groups must not serve another's."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = torch.randn(15, 3, dtype=torch.float64), torch.randint(2, (15,))
+    state = lw.laplace(model, data, "categorical", structure=structure).state
+    likelihood = lw.likelihoods.Categorical()
+    mean = {n: torch.full_like(p, 0.3).detach() for n, p in model.named_parameters()}
+    priors = [
+        lw.priors.Gaussian(torch.tensor([0.5, 3.0]), per="layer"),
+        lw.priors.Gaussian({"0.*": 3.0, "2.*": 0.5}),
+        lw.priors.Gaussian(torch.tensor([0.5, 3.0]), per="layer", mean=mean),
+        lw.priors.Gaussian(torch.tensor([0.5, 1, 2, 3, 4, 5]), per="unit"),
+        lw.priors.Gaussian(2.0),
+    ]
+    bound = [prior.bind(state.layout) for prior in priors if structure != "ekfac" or prior.per != "unit"]
+    found = [float(lw.evidence.log_evidence(state, prior, likelihood)) for prior in [*bound, *bound]]
+    alone = []
+    for prior in bound:
+        state.cache.clear()
+        alone.append(float(lw.evidence.log_evidence(state, prior, likelihood)))
+    assert found == pytest.approx([*alone, *alone], rel=1e-12)
+    assert len(set(alone)) == len(alone)

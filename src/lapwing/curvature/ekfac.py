@@ -62,7 +62,8 @@ class EigenKronecker(Kronecker):
     def operator(self, state: State, weights: Tensor) -> Blocks:
         if "index" not in state.cache:
             state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
-        return Blocks(tuple(_operator(part, state, weights) for part in state.parts), state.cache["index"])
+        ops = tuple(_operator(part, state, weights) for part in state.parts)
+        return Blocks(ops, state.cache["index"], state.cache.setdefault("blocks", {}))
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         said = super().coverage(state_parts, tangent)

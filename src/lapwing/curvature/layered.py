@@ -67,7 +67,7 @@ class Layered:
         if "index" not in state.cache:
             state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
         ops = tuple(part_operator(part, state, weights) for part in state.parts)
-        return Blocks(ops, state.cache["index"])
+        return Blocks(ops, state.cache["index"], state.cache.setdefault("blocks", {}))
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         return {n: explain(part, tangent.model) for part in state_parts for n in part.parameters}

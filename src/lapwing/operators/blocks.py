@@ -1,13 +1,13 @@
 """Block operator: M = ⊕_j M_j, each block on its own entries of the vector.
 
 `index` (p_j,) says where a block's entries stand; together the blocks cover every entry once. Each verb is the same
-verb on the blocks.
+verb on the blocks. `cache` holds, for the last grouping of entries that a shift had, the groups of each block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lapwing.operators.diagonal import Diagonal
 class Blocks:
     parts: tuple[Any, ...]  # operators
     index: tuple[Tensor, ...]  # (p_j,) each
+    cache: dict[Any, Any] = field(default_factory=dict)  # of the index: shared by every scale and shift
 
     @property
     def size(self) -> int:
@@ -29,6 +30,13 @@ class Blocks:
     def pieces(self, v: Tensor) -> Iterator[tuple[Any, Tensor]]:
         for op, index in zip(self.parts, self.index, strict=True):
             yield op, v[..., index]
+
+    def groups(self, d: Diagonal) -> list[Tensor | int]:
+        """Of each block's entries; diagonals that share a cache share them."""
+        kept = self.cache.get("groups")
+        if kept is None or kept[0] is not d.cache:
+            kept = self.cache["groups"] = d.cache, [d.groups_at(index) for index in self.index]
+        return kept[1]
 
     def join(self, pieces: list[Tensor]) -> Tensor:
         out = pieces[0].new_empty(*pieces[0].shape[:-1], self.size)
@@ -39,13 +47,13 @@ class Blocks:
 
 @linalg.shift.register
 def _(op: Blocks, d: Diagonal) -> Blocks:
-    shifted = [linalg.shift(part, d.at(index)) for part, index in zip(op.parts, op.index, strict=True)]
-    return Blocks(tuple(shifted), op.index)
+    blocks = zip(op.parts, op.index, op.groups(d), strict=True)
+    return Blocks(tuple(linalg.shift(part, d.at(index, groups)) for part, index, groups in blocks), op.index, op.cache)
 
 
 @linalg.scale.register
 def _(op: Blocks, s: Tensor) -> Blocks:
-    return Blocks(tuple(linalg.scale(part, s) for part in op.parts), op.index)
+    return Blocks(tuple(linalg.scale(part, s) for part in op.parts), op.index, op.cache)
 
 
 @linalg.mv.register

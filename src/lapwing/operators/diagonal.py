@@ -63,19 +63,19 @@ class Diagonal:
         out = (self.counts() * self.values.log()).sum()
         return out if self.unit is None else out + self.unit.log().sum()
 
-    def at(self, index: Tensor) -> Diagonal:
-        """The diagonal at some entries; one value where they share one. An index is looked at once."""
-        unit = None if self.unit is None else self.unit[index]
+    def groups_at(self, index: Tensor) -> Tensor | int:
+        """Which value each of some entries takes, or the one that they share."""
         if self.single:
-            return Diagonal(self.values, len(index), unit=unit)
-        kept = self.cache.get(id(index))
-        if kept is None or kept["entries"] is not index:
-            groups = index if self.index is None else self.index[index]
-            shared = int(groups[0]) if bool((groups == groups[0]).all()) else None
-            kept = self.cache[id(index)] = {"entries": index, "groups": groups, "shared": shared}
-        if kept["shared"] is not None:
-            return Diagonal(self.values[kept["shared"]].reshape(1), len(index), unit=unit)
-        return Diagonal(self.values, len(index), kept["groups"], unit, kept)
+            return 0
+        groups = index if self.index is None else self.index[index]
+        return int(groups[0]) if bool((groups == groups[0]).all()) else groups
+
+    def at(self, index: Tensor, groups: Tensor | int) -> Diagonal:
+        """The diagonal at some entries, whose groups are known: one value where they share one."""
+        unit = None if self.unit is None else self.unit[index]
+        if isinstance(groups, int):
+            return Diagonal(self.values[groups].reshape(1), len(index), unit=unit)
+        return Diagonal(self.values, len(index), groups, unit)
 
     def restrict(self, columns: slice) -> Diagonal:
         """The diagonal of a range of entries; uniform where all of them share one value."""
