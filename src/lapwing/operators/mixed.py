@@ -9,7 +9,6 @@ W is a Diagonal, V = W^½, or `Mixed`, which couples each a rows that follow one
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -26,19 +25,16 @@ class Mixed:
     copies: int = 1  # m / a
 
 
-@functools.singledispatch
-def half(w: Any, u: Tensor) -> Tensor:
-    raise NotImplementedError
+@linalg.verb
+def half(w: Any, u: Tensor) -> Tensor: ...  # type: ignore[empty-body]
 
 
-@functools.singledispatch
-def back(w: Any, e: Tensor) -> Tensor:
-    raise NotImplementedError
+@linalg.verb
+def back(w: Any, e: Tensor) -> Tensor: ...  # type: ignore[empty-body]
 
 
-@functools.singledispatch
-def trace(w: Any, k: Tensor) -> Tensor:
-    raise NotImplementedError
+@linalg.verb
+def trace(w: Any, k: Tensor) -> Tensor: ...  # type: ignore[empty-body]
 
 
 @half.register
