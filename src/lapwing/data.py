@@ -204,7 +204,9 @@ def check_finite(inputs: Any, what: str) -> None:
     for tensor in tree.tensors(inputs):
         if tensor.layout is not torch.strided:
             tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):  # a finite sum has finite terms
+            continue
+        if not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise InvalidValue(f"{what} hold {bad} NaN or infinite values; clean the data before fitting")
 

@@ -92,7 +92,7 @@ def plain(tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    return pytree.tree_leaves(plain(tree))
+    return [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(plain(tree))
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -101,6 +101,8 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply a function to every tensor of a tree; other leaves (None, numbers, strings) stay as they are."""
+    if isinstance(tree, Tensor):
+        return function(tree)
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, plain(tree))
 
 

@@ -127,12 +127,11 @@ class Record:
 @contextmanager
 def _holding(module: nn.Module, buffers: dict[str, Any] | None) -> Iterator[None]:
     own = module._buffers
-    buffers = own if buffers is None else buffers
-    module._buffers = buffers
+    module.__dict__["_buffers"] = own if buffers is None else buffers
     try:
         yield
     finally:
-        module._buffers = own
+        module.__dict__["_buffers"] = own
 
 
 def _stack(columns: tuple[Tensor, ...]) -> Tensor:
@@ -193,7 +192,6 @@ class Capture:
                 raise Changed(f"layer {name} took each example by itself on the first batch and mixes them now")
 
     def _hooks(self, record: Record) -> Iterator[Any]:
-        modules = dict(record.model.named_modules())
         for part in self.parts:
             if part.site:
                 continue
@@ -216,7 +214,7 @@ class Capture:
                     return record.handed_on[part.name]
                 return None
 
-            yield modules[part.name].register_forward_hook(keep, with_kwargs=True, prepend=True)
+            yield record.model.get_submodule(part.name).register_forward_hook(keep, with_kwargs=True, prepend=True)
 
     @contextmanager
     def _in_steps(self, record: Record) -> Iterator[None]:

@@ -22,7 +22,7 @@ from lapwing.curvature.cover import cover, explain
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State
-from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum
+from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum, Room
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Blocks, Dense
@@ -165,6 +165,7 @@ class LayeredSum:
         self.generic = tuple(part for part in parts if part.generic and part.kind != "unused")
         dtype = torch.promote_types(tangent.dtype, torch.float32)
         self.sums: dict[str, Any] = {}
+        room = Room()
         for part in parts:
             if part.kind == "kron":
                 assert isinstance(structure, Kronecker)
@@ -172,7 +173,7 @@ class LayeredSum:
             elif part.kind == "dense":
                 self.sums[part.name] = DenseSum(part, weights, tangent.device)
             elif part.kind == "diagonal":
-                self.sums[part.name] = DiagonalSum(part, weights, tangent.device)
+                self.sums[part.name] = DiagonalSum(part, weights, tangent.device, room)
 
     def forward(self, x: Any) -> Tensor:
         self.record = self.capture.run(x)

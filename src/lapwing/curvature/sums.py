@@ -10,6 +10,7 @@ A batch is see(view, n), add(view, g, budget) for its cotangents a few at a time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,19 @@ from lapwing.curvature.parts import Part
 def by_weight(g: Tensor, weights: int) -> list[Tensor]:
     """Cotangents cut by the curvature weight they belong to (the columns of the exact factor in turn)."""
     return [g] if weights == 1 else [g[h::weights] for h in range(weights)]
+
+
+class Room:
+    """Memory for what is made and done with in turn; a fresh piece each time is slower than the product that fills it."""
+
+    def __init__(self) -> None:
+        self.flat = torch.empty(0)
+
+    def shaped(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        size = math.prod(shape)
+        if self.flat.numel() < size or self.flat.dtype != like.dtype or self.flat.device != like.device:
+            self.flat = like.new_empty(size)
+        return self.flat[:size].view(shape)
 
 
 class KroneckerSum:
@@ -96,10 +110,10 @@ class DenseSum:
 class DiagonalSum:
     mutable = ("total",)
 
-    def __init__(self, part: Part, weights: int, device: torch.device) -> None:
-        self.weights, self.size = weights, part.size
+    def __init__(self, part: Part, weights: int, device: torch.device, room: Room) -> None:
+        self.weights, self.size, self.shape, self.room = weights, part.size, part.shape, room
         self.total = torch.zeros(weights, part.size, dtype=torch.float64, device=device)
-        self.squares: Tensor | None = None  # Σ_k g² of a batch without shared positions, (h, n, 1, b, o)
+        self.squares: list[Tensor] = []  # Σ_k g² of a batch without shared positions, (n, 1, b, o) for each weight
 
     def see(self, view: Any, n: int) -> None:
         pass
@@ -107,18 +121,20 @@ class DiagonalSum:
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         if view.positions == 1:  # Σ_k (g_k a)² = (Σ_k g_k²) a²: one product for all columns, in close
             g = g.to(torch.promote_types(g.dtype, torch.float32))
-            squares = torch.stack([mine.square().sum(0) for mine in by_weight(g, self.weights)])
-            self.squares = squares if self.squares is None else self.squares.add_(squares)
+            squares = [mine.square().sum(0) for mine in by_weight(g, self.weights)]
+            if self.squares:
+                squares = [a.add_(b) for a, b in zip(self.squares, squares, strict=True)]
+            self.squares = squares
             return
         for piece, part_g in _pieces(view, g, self.size, budget):
-            for h, mine in enumerate(by_weight(part_g, self.weights)):
-                self.total[h] += piece.squares(mine).reshape(-1)
+            for total, mine in zip(self.total, by_weight(part_g, self.weights), strict=True):
+                room = self.room.shaped((*mine.shape[:2], *self.shape), mine)
+                total += piece.squares(mine, room).reshape(-1)
 
     def close(self, view: Any) -> None:
-        if self.squares is not None:
-            for h, square in enumerate(self.squares):
-                self.total[h] += view.to(square.dtype).squares(square.sqrt().unsqueeze(0)).reshape(-1)
-            self.squares = None
+        for total, square in zip(self.total, self.squares, strict=False):
+            total += view.to(square.dtype).squares(square.sqrt().unsqueeze(0)).reshape(-1)
+        self.squares = []
 
     def add_rows(self, rows: Tensor) -> None:
         for h, mine in enumerate(by_weight(rows, self.weights)):
@@ -132,6 +148,9 @@ def _pieces(view: Any, g: Tensor, size: int, budget: int) -> Iterator[tuple[Any,
     """Pieces of examples whose gradients (K, n, size) stay within the budget."""
     each = g.shape[0] * size * g.element_size()
     step = max(1, budget // max(1, each))
+    if g.shape[1] <= step:
+        yield view, g
+        return
     for start in range(0, g.shape[1], step):
         index = slice(start, start + step)
         yield view.chunk(index), g[:, index]

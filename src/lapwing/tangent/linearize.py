@@ -105,11 +105,12 @@ def _check(model: nn.Module) -> None:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode and without backward hooks (torch.func cannot pass through them, and they are there to
     watch training); each module's own mode and hooks given back."""
-    training = [m for m in model.modules() if m.training]
-    hooked = [(m, m._backward_hooks, m._backward_pre_hooks) for m in model.modules()]
+    modules = list(model.modules())
+    training = [m for m in modules if m.training]
+    hooked = [(m, m._backward_hooks, m._backward_pre_hooks) for m in modules]
     hooked = [(m, hooks, pre) for m, hooks, pre in hooked if hooks or pre]
-    flat = [(m, m._flat_weights, m._flat_weight_refs) for m in model.modules() if isinstance(m, nn.RNNBase)]
-    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    flat = [(m, m._flat_weights, m._flat_weight_refs) for m in modules if isinstance(m, nn.RNNBase)]
+    tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     gradients = [(m, m.sparse, m.scale_grad_by_freq) for m in tables]
     for table in tables:  # a dense gradient, and the derivative itself: scaled by counts it is no derivative
         table.sparse = table.scale_grad_by_freq = False
@@ -118,7 +119,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     for module, _, _ in hooked:
         module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
     try:
-        with _uncompiled(model), _padded(model):
+        with _uncompiled(modules), _padded(tables):
             yield
     finally:
         for module in training:
@@ -131,15 +132,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module._flat_weights, module._flat_weight_refs = weights, refs
 
 
-def _padded(model: nn.Module) -> AbstractContextManager[Any]:
-    padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in model.modules())
+def _padded(tables: list[Any]) -> AbstractContextManager[Any]:
+    padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in tables)
     return ConstantPadding() if padded else nullcontext()
 
 
-def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+def _uncompiled(modules: list[nn.Module]) -> AbstractContextManager[Any]:
     """Modules under torch.compile run as they were written: what the compiler makes of them has no hooks, no forward
     mode and no batching rule."""
-    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules()):
+    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
 

@@ -46,6 +46,12 @@ class Objective:
                 for n in layout.names
             }
 
+    @cached_property
+    def weights(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """λ/N as `Quadratic` takes it."""
+        each = tuple(precision for precision, _ in self.terms.values())
+        return torch.stack([a if a.ndim == 0 else a.new_ones(()) for a in each]), each
+
     def __call__(self, model: nn.Module) -> Tensor:
         """½ ‖θ − m‖²_A / N, differentiable in the model's parameters."""
         named, masks = dict(model.named_parameters()), self.prior.layout.masks
@@ -56,7 +62,7 @@ class Objective:
             theta = named[name][masks[name]] if name in masks else named[name]
             theta = theta.to(torch.promote_types(theta.dtype, torch.float32))
             gaps.append(theta if mean is None else theta - mean)
-        return Quadratic.apply(tuple(precision for precision, _ in self.terms.values()), *gaps)
+        return Quadratic.apply(*self.weights, *gaps)
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """The mean negative log-likelihood of a batch of outputs f (n, ..., c), plus the penalty."""
@@ -109,18 +115,22 @@ class Quadratic(torch.autograd.Function):
     tensor, and a step of training pays for each."""
 
     @staticmethod
-    def forward(ctx: Any, weights: tuple[Tensor, ...], *gaps: Tensor) -> Tensor:
-        ctx.a = weights
+    def forward(ctx: Any, shared: Tensor, weights: tuple[Tensor, ...], *gaps: Tensor) -> Tensor:
+        """shared (L,): the a_l that are one number, 1 for the others."""
+        ctx.shared, ctx.weights = shared, weights
         ctx.save_for_backward(*gaps)
-        terms = []
-        for a, d in zip(weights, gaps, strict=True):
-            flat = d.reshape(-1)
-            terms.append(a * flat.dot(flat) if a.ndim == 0 else (a * d).reshape(-1).dot(flat))
-        return torch.stack(terms).sum() / 2
+        scaled = Quadratic.scaled(weights, gaps)
+        dots = [s.reshape(-1).dot(d.reshape(-1)) for s, d in zip(scaled, gaps, strict=True)]
+        return torch.stack(dots).dot(shared) / 2
+
+    @staticmethod
+    def scaled(weights: tuple[Tensor, ...], gaps: tuple[Tensor, ...]) -> list[Tensor]:
+        return [d if a.ndim == 0 else a * d for a, d in zip(weights, gaps, strict=True)]
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(slope * a * d for a, d in zip(ctx.a, ctx.saved_tensors, strict=True))
+        scaled = Quadratic.scaled(ctx.weights, ctx.saved_tensors)
+        return None, None, *(a * s for a, s in zip((slope * ctx.shared).unbind(), scaled, strict=True))
 
 
 def _shared(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -61,12 +61,12 @@ class DenseInputs:
             return g[:, :, 0].unsqueeze(-1) * self.a[:, 0].unsqueeze(-2)
         return torch.einsum("knsbo,nsbi->knboi", g, self.a)
 
-    def squares(self, g: Tensor) -> Tensor:
-        """Σ_{k,n} dW², (b, o, i): positions are summed before the square."""
+    def squares(self, g: Tensor, room: Tensor | None = None) -> Tensor:
+        """Σ_{k,n} dW², (b, o, i): positions are summed before the square. room (k, n, b, o, i): memory for dW."""
         if self.positions == 1:
             return torch.einsum("nbo,nbi->boi", g[:, :, 0].square().sum(0), self.a[:, 0].square())
-        flat = self.outer(g).flatten(0, 1)
-        return flat.mul_(flat).sum(0)  # in place: what was just made is still in the caches
+        dw = torch.matmul(g.permute(0, 1, 3, 4, 2), self.a.transpose(1, 2), out=room)
+        return dw.mul_(dw).sum((0, 1))  # in place: what was just made is still in the caches
 
     def rotated(self, basis: Tensor | None) -> DenseInputs:
         """Inputs in another basis, basis (b, i, j)."""
@@ -149,7 +149,7 @@ class OneHotInputs:
         same = (self.ids.unsqueeze(1) == self.ids.unsqueeze(2)).to(g)  # (n, s, s)
         return g, torch.einsum("nst,knto->knso", same, g)
 
-    def squares(self, g: Tensor) -> Tensor:
+    def squares(self, g: Tensor, room: Tensor | None = None) -> Tensor:
         g, total = self._summed(g)
         each = (g * total).sum(0).flatten(0, 1)  # (n s, o)
         out = each.new_zeros(self.size, each.shape[-1]).index_add(0, self.ids.reshape(-1), each)
