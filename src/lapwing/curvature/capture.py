@@ -10,8 +10,9 @@ hooks stay, and see what they always saw.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import ComposedRule, rule_for
 from lapwing.errors import InvalidValue
-from lapwing.tangent import TangentModel
+from lapwing.tangent import TangentModel, layout
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
 
@@ -148,11 +149,14 @@ class Capture:
 
     def run(self, x: Any) -> Record:
         model, names = self.tangent.model, {n for part in self.parts + self.unused for n in part.parameters}
-        leaves = {n: p.detach().requires_grad_(n in names) for n, p in self.tangent.params.items()}
+        last = not self.clone_all and layout.chosen(self.tangent, x)  # the proof runs the network as it is
+        params = self._channels_last if last else self.tangent.params
+        leaves = {n: p.detach().requires_grad_(n in names) for n, p in params.items()}
         record = Record(self.tangent, self.parts, torch.empty(0), {}, {}, self.columns_at_once, leaves)
         handles = list(self._hooks(record))
         try:
-            with torch.enable_grad(), evaluating(model), plain_kernels(), self._in_steps(record):
+            order = layout.ChannelsLast() if last else nullcontext()
+            with torch.enable_grad(), evaluating(model), plain_kernels(), self._in_steps(record), order:
                 record.f = self.tangent.apply(leaves, x)
         finally:
             for handle in handles:
@@ -161,6 +165,10 @@ class Capture:
         if not self.clone_all and not self.tangent.separable(x):
             self._check_apart(record)
         return record
+
+    @cached_property
+    def _channels_last(self) -> dict[str, Tensor]:
+        return layout.channels_last(self.tangent.params)
 
     def _check_unused(self, record: Record) -> None:
         """Nothing is computed here as long as no output depends on those parameters."""

@@ -27,7 +27,7 @@ def by_weight(g: Tensor, weights: int) -> list[Tensor]:
 
 
 class Room:
-    """Memory for what is made and done with in turn; a fresh piece each time is slower than the product that fills it."""
+    """Memory for what is made and done with in turn; a fresh piece each time takes as long as the product in it."""
 
     def __init__(self) -> None:
         self.flat = torch.empty(0)
