@@ -57,6 +57,11 @@ class Record:
     def model(self) -> nn.Module:
         return self.tangent.model
 
+    @cached_property
+    def readers(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """How the gradient of each layer's output is read: looked up once, for all cotangents."""
+        return {part.name: part.reader(self.model, len(self.f)) for part in self.parts}
+
     @property
     def called(self) -> list[Part]:
         return [part for part in self.parts if part.name in self.outputs]
@@ -78,7 +83,7 @@ class Record:
         z, f = self.outputs.get(part.name), self.f
         if z is None or z.untyped_storage().data_ptr() != f.untyped_storage().data_ptr():
             return False
-        rows = part.outputs(self.model, z.detach().unsqueeze(0), len(f))[0].flatten(2)  # (n, s, c)
+        rows = self.readers[part.name](z.detach().unsqueeze(0))[0].flatten(2)  # (n, s, c)
         outputs = f.detach().reshape(len(f), -1, f.shape[-1])
         return rows.shape == outputs.shape and torch.equal(rows, outputs)
 
@@ -108,7 +113,7 @@ class Record:
         out = {}
         for part, g, z in zip(called, grads, outs, strict=True):
             g = z.new_zeros(len(u), *z.shape) if g is None else g
-            out[part.name] = part.outputs(self.model, g, len(self.f))
+            out[part.name] = self.readers[part.name](g)
         return out
 
     def _gradients(self, outs: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,6 +9,7 @@ parameter that no rule speaks for. `kind` says what is kept of its curvature:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +94,11 @@ class Part:
         b, _, i = rule.shape(module)
         return DenseInputs(with_ones(a, n, b, i, weight, bias))
 
-    def outputs(self, model: nn.Module, g: Tensor, n: int) -> Tensor:
-        """Output gradients (k, *output) as (k, n, s, b, o)."""
+    def reader(self, model: nn.Module, n: int) -> Callable[[Tensor], Tensor]:
+        """What takes output gradients (k, *output) of n examples as (k, n, s, b, o)."""
         if self.site:
-            return g.reshape(len(g), n, -1, *g.shape[-2:])
+            return lambda g: g.reshape(len(g), n, -1, *g.shape[-2:])
         module = model.get_submodule(self.name)
         rule = rule_for(module)
         assert rule is not None
-        return rule.outputs(module, g, n)
+        return lambda g: rule.outputs(module, g, n)

@@ -128,7 +128,8 @@ class DiagonalSum:
             return
         for piece, part_g in _pieces(view, g, self.size, budget):
             for total, mine in zip(self.total, by_weight(part_g, self.weights), strict=True):
-                room = self.room.shaped((*mine.shape[:2], *self.shape), mine)
+                b, o, i = self.shape
+                room = self.room.shaped((*mine.shape[:2], b, i, o), mine)
                 total += piece.squares(mine, room).reshape(-1)
 
     def close(self, view: Any) -> None:

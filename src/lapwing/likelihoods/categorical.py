@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods.base import Likelihood, check_labels, standard_normal
@@ -33,7 +34,8 @@ class Categorical(Likelihood):
         check_labels(f, y, classes, self.name)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        return torch.log_softmax(f, -1).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
+        each = F.cross_entropy(f.reshape(-1, f.shape[-1]), y.reshape(-1).long(), reduction="none")
+        return -each.reshape(y.shape)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
         p = torch.softmax(f, -1).reshape(-1, f.shape[-1]).to(generator.device)
@@ -46,7 +48,7 @@ class Categorical(Likelihood):
         return self.mean(f) * (1 - self.mean(f))
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(y.long(), f.shape[-1]).to(f) - torch.softmax(f, -1)
+        return F.one_hot(y.long(), f.shape[-1]).to(f) - torch.softmax(f, -1)
 
     def columns(self, outputs: int) -> int:
         return outputs - 1
