@@ -34,8 +34,9 @@ class Categorical(Likelihood):
         check_labels(f, y, classes, self.name)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        each = F.cross_entropy(f.reshape(-1, f.shape[-1]), y.reshape(-1).long(), reduction="none")
-        return -each.reshape(y.shape)
+        if f.ndim == 2:
+            return -F.cross_entropy(f, y.long(), reduction="none")
+        return self.log_prob(f.reshape(-1, f.shape[-1]), y.reshape(-1)).reshape(y.shape)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
         p = torch.softmax(f, -1).reshape(-1, f.shape[-1]).to(generator.device)

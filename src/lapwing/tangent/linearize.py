@@ -140,7 +140,7 @@ def _padded(tables: list[Any]) -> AbstractContextManager[Any]:
 def _uncompiled(modules: list[nn.Module]) -> AbstractContextManager[Any]:
     """Modules under torch.compile run as they were written: what the compiler makes of them has no hooks, no forward
     mode and no batching rule."""
-    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):
+    if any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
 
