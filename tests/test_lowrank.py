@@ -373,3 +373,30 @@ def test_the_default_preconditioner_keeps_to_its_budget(budget: int) -> None:
 
     peak, _ = counted(fit, [*net.parameters(), *tangent.params.values(), x, y])
     assert peak <= budget
+
+
+def test_noise_per_output_takes_a_sketch_for_each_and_the_budget_counts_them() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 123), nn.Tanh(), nn.Linear(123, 123), nn.Tanh(), nn.Linear(123, 5)).double()
+    x, y, budget = torch.randn(60, 32, dtype=torch.float64), torch.randn(60, 5, dtype=torch.float64), 2**26
+    tangent, structure = lw.linearize(net), lw.curvature.MatrixFree(samples=4, memory_budget=budget)
+    likelihood = lw.likelihoods.Gaussian(noise=torch.full((5,), 0.5, dtype=torch.float64))
+
+    def fit() -> None:
+        state = lw.accumulate(structure, tangent, likelihood, (x, y))
+        assert state.structure.rank == min(100, budget // (8 * COPIES * tangent.layout.size * 5))
+        state.structure.operator(state, likelihood.curvature_weights())
+
+    peak, _ = counted(fit, [*net.parameters(), *tangent.params.values(), x, y])
+    assert peak <= budget
+
+
+def test_the_refusal_counts_a_sketch_for_each_curvature_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y, _ = problem("classes")
+    targets = torch.randn(len(y), model(x).shape[-1], dtype=x.dtype)
+    c = targets.shape[-1]
+    monkeypatch.setattr("lapwing.curvature.lowrank.physical_memory", lambda: 8 * COPIES * 20 * 39 * c - 1)
+    noise = torch.ones(c, dtype=torch.float64)
+    lw.laplace(model, (x, targets), lw.likelihoods.Gaussian(noise=1.0), structure=LowRank(20))
+    with pytest.raises(lw.errors.InvalidValue, match=f"one for each of {c} curvature weights"):
+        lw.laplace(model, (x, targets), lw.likelihoods.Gaussian(noise=noise), structure=LowRank(20))

@@ -70,6 +70,7 @@ class Probe:
     outputs: int
     parameters: int
     inputs: Any  # a few examples of the first batch
+    weights: int = 1  # of the curvature: more than one where outputs have a noise of their own
 
 
 @torch.inference_mode(False)
@@ -129,8 +130,8 @@ def accumulate(
     factor = Factor(factor) if isinstance(factor, str) else factor
     generator = generator or torch.Generator().manual_seed(0)
     batches = loading.as_batches(data, sharded=True)
-    likelihood.curvature_weights(factor.kind)  # raises for a factor that it does not have
-    seen = seen or probe(tangent, batches)
+    weights = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
+    seen = replace(seen or probe(tangent, batches), weights=weights)
     structure = structure.resolved(seen, factor)
     first = getattr(structure, "first", None)
     if first is None and basis is not None:

@@ -59,11 +59,12 @@ class LowRank:
         if factor.kind == "hessian":
             raise InvalidValue("structure='lowrank' needs a curvature without negative eigenvalues; use factor='exact'")
         rank = min(self.rank, probe.parameters)
-        size = 8 * COPIES * rank * probe.parameters
+        size = 8 * COPIES * rank * probe.parameters * probe.weights
         if size > physical_memory():
+            each = f", one for each of {probe.weights} curvature weights," if probe.weights > 1 else ""
             raise InvalidValue(
-                f"a sketch of rank {rank} of {probe.parameters:,} parameters takes {size / 1e9:.3g} GB; use a smaller "
-                "rank, subset=, or structure='kron' or 'diag'"
+                f"a sketch of rank {rank} of {probe.parameters:,} parameters{each} takes {size / 1e9:.3g} GB; use a "
+                "smaller rank, subset=, or structure='kron' or 'diag'"
             )
         return replace(self, rank=rank)
 

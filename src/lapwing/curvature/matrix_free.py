@@ -367,7 +367,7 @@ class MatrixFree:
             )
         if self.preconditioner not in ("auto", "nystrom"):
             return self
-        room = self.memory_budget // (8 * COPIES * probe.parameters)
+        room = self.memory_budget // (8 * COPIES * probe.parameters * probe.weights)
         rank = self.rank or max(1, min(RANK, probe.parameters // 4, room))
         fits = self.preconditioner == "nystrom" or bool(self.rank) or room >= LEAST
         return replace(self, preconditioner="nystrom", rank=rank) if fits else replace(self, preconditioner="none")
