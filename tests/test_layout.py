@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lapwing as lw
 from lapwing.curvature.capture import Capture
-from lapwing.tangent import layout
+from lapwing.curvature.products import gauss_newton
 
 N, CLASSES = 7, 3
 
@@ -128,10 +129,37 @@ def test_the_model_keeps_its_weights_in_their_order() -> None:
         assert torch.equal(p, before[name][1])
 
 
-def test_nothing_is_chosen_before_the_layers_were_looked_at_nor_with_checkpoints() -> None:
-    net, x, _ = problem(NETS["plain"], 0)
-    tangent = lw.tangent.linearize(net)
-    assert not layout.chosen(tangent, x)
-    assert "channels_last" not in tangent.route
-    tangent.route["recomputes"] = True
-    assert not layout.chosen(tangent, x)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", NETS)
+def test_products_are_those_of_float64(name: str, seed: int) -> None:
+    net, x, y = problem(NETS[name], seed)
+    one, two = lw.linearize(net), lw.linearize(copy.deepcopy(net).double())
+    v = torch.randn(3, one.layout.size, generator=torch.Generator().manual_seed(seed))
+    likelihood = lw.likelihoods.Categorical()
+    for some in (v[:1], v):  # by one run for both directions, and by jvps and vjps
+        found = gauss_newton(one, likelihood, [(x, y)], some)
+        expected = gauss_newton(two, likelihood, [(x.double(), y)], some.double())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert one.route["channels_last"]
+    assert one.route.get("through", "one") == "one"
+    assert one.route.get("jvps", "vmap") == "vmap"
+
+
+class Checkpointed(Viewed):
+    """Its first layer runs again in the reverse pass, and is flattened there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def first(x: Tensor) -> Tensor:
+            return torch.relu(self.conv(x)).view(len(x), -1)
+
+        return self.head(checkpoint(first, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "matrix_free"])
+def test_checkpointed_layers_run_again_in_the_same_order(structure: str) -> None:
+    net, x, y = problem(Checkpointed, 0)
+    plain = Viewed().eval()
+    plain.load_state_dict(net.state_dict())
+    one, two = (lw.laplace(each, [(x, y)], "categorical", structure=structure) for each in (net, plain))
+    assert one.state.tangent.route["channels_last"]
+    torch.testing.assert_close(one.predict(x).covariance, two.predict(x).covariance, rtol=1e-3, atol=1e-5)

@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import ComposedRule, rule_for
 from lapwing.errors import InvalidValue
-from lapwing.tangent import TangentModel, layout
+from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
 
@@ -154,13 +154,12 @@ class Capture:
 
     def run(self, x: Any) -> Record:
         model, names = self.tangent.model, {n for part in self.parts + self.unused for n in part.parameters}
-        last = not self.clone_all and layout.chosen(self.tangent, x)  # the proof runs the network as it is
-        params = self._channels_last if last else self.tangent.params
+        as_it_is = self.tangent.params, nullcontext()
+        params, order = as_it_is if self.clone_all else self.tangent.ordered(x)  # the proof runs it as it is
         leaves = {n: p.detach().requires_grad_(n in names) for n, p in params.items()}
         record = Record(self.tangent, self.parts, torch.empty(0), {}, {}, self.columns_at_once, leaves)
         handles = list(self._hooks(record))
         try:
-            order = layout.ChannelsLast() if last else nullcontext()
             with torch.enable_grad(), evaluating(model), plain_kernels(), self._in_steps(record), order:
                 record.f = self.tangent.apply(leaves, x)
         finally:
@@ -170,10 +169,6 @@ class Capture:
         if not self.clone_all and not self.tangent.separable(x):
             self._check_apart(record)
         return record
-
-    @cached_property
-    def _channels_last(self) -> dict[str, Tensor]:
-        return layout.channels_last(self.tangent.params)
 
     def _check_unused(self, record: Record) -> None:
         """Nothing is computed here as long as no output depends on those parameters."""

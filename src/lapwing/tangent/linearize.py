@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointError
 from lapwing import tree
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.tangent.kernels import ConstantPadding, forward_mode_missing, plain_kernels
+from lapwing.tangent.layout import ChannelsLast, apt, channels_last
 from lapwing.tangent.subset import Forward, Swapped, select
 from lapwing.tree import Layout
 
@@ -212,12 +213,36 @@ class TangentModel:
         buffers = {n: self.constants[n].clone() for n in self.buffers}  # a pass may move its buffers
         return {f"model.{n}": t for n, t in {**self.constants, **buffers, **self.embed(params)}.items()}
 
+    def ordered(self, x: Any, reverse: bool = True) -> tuple[dict[str, Tensor], AbstractContextManager[Any]]:
+        """θ* in the order of memory in which convolutions run fastest, and the mode to apply it in (layout.py)."""
+        if "channels_last" not in self.route:
+            self.route["channels_last"] = apt(self.model, self.params) and self._same_so(x)
+        if not self.route["channels_last"]:
+            return self.params, nullcontext()
+        return self._channels_last, ChannelsLast(reverse)
+
+    @functools.cached_property
+    def _channels_last(self) -> dict[str, Tensor]:
+        return channels_last(self.params)
+
+    def _same_so(self, x: Any) -> bool:
+        """Whether the outputs of a few examples are the same with channels last, up to rounding."""
+        few = tree.rows_of(x, slice(0, 4)) if self.separable(x) else x
+        f = self(few)
+        try:
+            with torch.no_grad(), evaluating(self.model), plain_kernels(), ChannelsLast():
+                other = self.apply(self._channels_last, few)
+        except RuntimeError:  # it looks at strides, in a way of its own
+            return False
+        return bool((f - other).abs().max() <= 1e-3 * f.abs().max())
+
     def backward(self, params: Mapping[str, Tensor], run: Callable[[], T]) -> T:
         """Run a reverse pass of `apply(params, ...)`: checkpointed layers run forward again in it, and must do so at
-        the same weights, whatever has become of the user's."""
+        the same weights and in the same order of memory, whatever has become of the user's."""
         held: list[T] = []
         call = Swapped(self.model, lambda *_: held.append(run()))  # type: ignore[arg-type]
-        functional_call(call, self._tensors(params), (None,))
+        with ChannelsLast() if self.route.get("channels_last") else nullcontext():
+            functional_call(call, self._tensors(params), (None,))
         return held[0]
 
     def __call__(self, x: Any) -> Tensor:
@@ -325,12 +350,13 @@ class TangentModel:
         """f(x) and J(x) v for several vectors v (k, p) by one run of the network: (n, ..., c) and (k, n, ..., c)."""
         if self.route.get("jvp", "forward") != "double" and self.route.get("jvps", "vmap") == "vmap":
             tangents = {n: t.to(self.params[n].dtype) for n, t in self.layout.unflatten(v).items()}
+            params, order = self.ordered(x, reverse=False)
 
             def push(one: dict[str, Tensor]) -> Any:
-                return jvp(lambda p: self.apply(p, x), (self.params,), (one,))
+                return jvp(lambda p: self.apply(p, x), (params,), (one,))
 
             try:
-                with evaluating(self.model), plain_kernels(self.route.get("jvp", "forward") == "forward"):
+                with evaluating(self.model), plain_kernels(self.route.get("jvp", "forward") == "forward"), order:
                     return vmap(push, out_dims=(None, 0))(tangents)  # type: ignore[arg-type]
             except (RuntimeError, NotImplementedError, ValueError):  # no forward mode, or no batching rule
                 self.route["jvps"] = "loop"
@@ -339,9 +365,11 @@ class TangentModel:
     @torch.inference_mode(False)
     def vjps(self, x: Any, u: Tensor) -> Tensor:
         """Σ_n J(x_n)ᵀ u_n for several cotangents u (k, n, ..., c) by one run of the network: (k, p)."""
+        params, order = self.ordered(x)
         with evaluating(self.model), plain_kernels(), torch.enable_grad():
-            leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
-            out = self.apply(leaves, x)
+            leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+            with order:
+                out = self.apply(leaves, x)
             if not out.requires_grad:
                 return u.new_zeros(len(u), self.layout.size)
 
@@ -383,9 +411,10 @@ class TangentModel:
 
     def _through(self, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         along = self.layout.unflatten(v)
+        params, order = self.ordered(x)
         with evaluating(self.model), plain_kernels(), torch.enable_grad():
-            leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
-            with forward_ad.dual_level():
+            leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+            with forward_ad.dual_level(), order:
                 duals = {n: forward_ad.make_dual(leaf, along[n].to(leaf)) for n, leaf in leaves.items()}
                 f, pushed = forward_ad.unpack_dual(self.apply(duals, x))
                 jv = torch.zeros_like(f) if pushed is None else pushed.detach().clone()
