@@ -111,8 +111,19 @@ def test_activations_and_gradients_run_with_channels_last() -> None:
     assert g.stride() == inner.stride()
 
 
-def test_a_network_that_reads_its_memory_itself_runs_as_it_is() -> None:
-    net, x, y = problem(Strided, 0)
+class Picky(Viewed):
+    """Takes no order but the usual."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.relu(self.conv(x))
+        if not z.is_contiguous():
+            raise ValueError("not contiguous")
+        return self.head(z.flatten(1))
+
+
+@pytest.mark.parametrize("make", [Strided, Picky])
+def test_a_network_that_looks_at_its_memory_runs_as_it_is(make: type) -> None:
+    net, x, y = problem(make, 0)
     la = lw.laplace(net, [(x, y)], "categorical", structure="diag")
     assert not la.state.tangent.route["channels_last"]
     twin = lw.laplace(copy.deepcopy(net).double(), [(x.double(), y)], "categorical", structure="diag")

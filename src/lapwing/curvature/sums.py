@@ -129,7 +129,7 @@ class DiagonalSum:
         for piece, part_g in _pieces(view, g, self.size, budget):
             for total, mine in zip(self.total, by_weight(part_g, self.weights), strict=True):
                 b, o, i = self.shape
-                room = self.room.shaped((*mine.shape[:2], b, i, o), mine)
+                room = self.room.shaped((mine.shape[1], b, i, o), mine) if len(mine) == 1 else None
                 total += piece.squares(mine, room).reshape(-1)
 
     def close(self, view: Any) -> None:

@@ -62,11 +62,14 @@ class DenseInputs:
         return torch.einsum("knsbo,nsbi->knboi", g, self.a)
 
     def squares(self, g: Tensor, room: Tensor | None = None) -> Tensor:
-        """Σ_{k,n} dW², (b, o, i): positions are summed before the square. room (k, n, b, i, o): memory for dWᵀ."""
+        """Σ_{k,n} dW², (b, o, i): positions are summed before the square. room (n, b, i, o): memory for dWᵀ of one k."""
         if self.positions == 1:
             return torch.einsum("nbo,nbi->boi", g[:, :, 0].square().sum(0), self.a[:, 0].square())
-        dw = torch.matmul(self.a.permute(0, 2, 3, 1), g.transpose(2, 3), out=room)  # aᵀ g: faster than gᵀ a
-        return dw.mul_(dw).sum((0, 1)).mT  # in place: what was just made is still in the caches
+        if len(g) == 1:
+            dw = torch.matmul(self.a.permute(0, 2, 3, 1), g[0].transpose(1, 2), out=room)  # aᵀ g: faster than gᵀ a
+            return dw.mul_(dw).sum(0).mT  # in place: what was just made is still in the caches
+        flat = self.outer(g).flatten(0, 1)
+        return flat.mul_(flat).sum(0)
 
     def rotated(self, basis: Tensor | None) -> DenseInputs:
         """Inputs in another basis, basis (b, i, j)."""
