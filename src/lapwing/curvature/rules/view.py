@@ -62,7 +62,7 @@ class DenseInputs:
         return torch.einsum("knsbo,nsbi->knboi", g, self.a)
 
     def squares(self, g: Tensor, room: Tensor | None = None) -> Tensor:
-        """Σ_{k,n} dW², (b, o, i): positions are summed before the square. room (n, b, i, o): memory for dWᵀ of one k."""
+        """Σ_{k,n} dW², (b, o, i): positions are summed before the square. room (n, b, i, o): memory for one dWᵀ."""
         if self.positions == 1:
             return torch.einsum("nbo,nbi->boi", g[:, :, 0].square().sum(0), self.a[:, 0].square())
         if len(g) == 1:
