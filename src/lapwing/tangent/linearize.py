@@ -415,7 +415,8 @@ class TangentModel:
         with evaluating(self.model), plain_kernels(), torch.enable_grad():
             leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
             with forward_ad.dual_level(), order:
-                duals = {n: forward_ad.make_dual(leaf, along[n].to(leaf)) for n, leaf in leaves.items()}
+                tangents = {n: torch.empty_like(leaf).copy_(along[n]) for n, leaf in leaves.items()}  # in its order
+                duals = {n: forward_ad.make_dual(leaf, tangents[n]) for n, leaf in leaves.items()}
                 f, pushed = forward_ad.unpack_dual(self.apply(duals, x))
                 jv = torch.zeros_like(f) if pushed is None else pushed.detach().clone()
             u = middle(f.detach(), jv).to(f)  # outside the dual level, lest the reverse pass be pushed forward too
