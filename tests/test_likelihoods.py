@@ -434,3 +434,14 @@ def test_targets_that_can_be_are_taken(case: Case) -> None:
             close(likelihood.score(f, y.to(dtype)), likelihood.score(f, y))
     if isinstance(likelihood, Gaussian):
         likelihood.validate(f, y.float())
+
+
+def test_no_label_is_passed_over_by_the_categorical() -> None:
+    """−100 means "ignore" to PyTorch's cross-entropy."""
+    f = torch.randn(2, 3, dtype=torch.float64)
+    with pytest.raises(IndexError, match="out of bounds"):
+        Categorical().log_prob(f, torch.tensor([-100, 1]))
+    y = torch.tensor([[2, 0], [1, 1], [0, 2]])
+    many = torch.randn(3, 2, 3, dtype=torch.float64)
+    expected = torch.log_softmax(many, -1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(Categorical().log_prob(many, y), expected)

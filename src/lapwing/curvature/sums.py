@@ -27,7 +27,7 @@ def by_weight(g: Tensor, weights: int) -> list[Tensor]:
 
 
 class Room:
-    """Memory for what is made and done with in turn; a fresh piece each time takes as long as the product in it."""
+    """Memory for what is made and done with in turn: a product is slower into fresh memory."""
 
     def __init__(self) -> None:
         self.flat = torch.empty(0)

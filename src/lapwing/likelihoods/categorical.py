@@ -19,6 +19,8 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods.base import Likelihood, check_labels, standard_normal
 from lapwing.solvers.noise import Placed
 
+NO_LABEL = torch.iinfo(torch.int64).min  # for F.cross_entropy, which would pass over −100 without a word
+
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
@@ -35,7 +37,7 @@ class Categorical(Likelihood):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         if f.ndim == 2:
-            return -F.cross_entropy(f, y.long(), reduction="none")
+            return -F.cross_entropy(f, y.long(), reduction="none", ignore_index=NO_LABEL)
         return self.log_prob(f.reshape(-1, f.shape[-1]), y.reshape(-1)).reshape(y.shape)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
