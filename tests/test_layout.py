@@ -167,17 +167,26 @@ class Squashed(Viewed):
 
 
 class Checkpointed(Squashed):
-    """Its first layer runs again in the reverse pass, and is flattened there."""
+    """Its first layer runs again in the reverse pass, where `view` fails with channels last."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(checkpoint(self.first, x, use_reentrant=False))
 
 
+class Reshaped(Checkpointed):
+    """The same with `flatten`, which works."""
+
+    def first(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.relu(self.conv(x)).flatten(1))
+
+
+@pytest.mark.parametrize(("make", "last"), [(Checkpointed, False), (Reshaped, True)])
 @pytest.mark.parametrize("structure", ["kron", "diag", "matrix_free"])
-def test_checkpointed_layers_run_again_in_the_same_order(structure: str) -> None:
-    net, x, y = problem(Checkpointed, 0)
+def test_checkpointed_layers_run_again(structure: str, make: type, last: bool) -> None:
+    net, x, y = problem(make, 0)
     plain = Squashed().eval()
     plain.load_state_dict(net.state_dict())
     one, two = (lw.laplace(each, [(x, y)], "categorical", structure=structure) for each in (net, plain))
-    assert one.state.tangent.route["channels_last"]
+    assert one.state.tangent.route["channels_last"] == last
+    assert two.state.tangent.route["channels_last"]
     torch.testing.assert_close(one.predict(x).covariance, two.predict(x).covariance, rtol=1e-3, atol=1e-5)

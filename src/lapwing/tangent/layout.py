@@ -2,8 +2,8 @@
 
 The weights of 2-D convolutions are given with channels last, and activations follow. Where such a tensor is flattened
 it is copied to the usual order, in which `view` works too, and its gradient comes back with channels last: a kernel
-that gets two tensors in different orders is ten times slower. A network that gives other outputs so, or none, runs as
-it is (`TangentModel.ordered` finds out on a few examples, once).
+that gets two tensors in different orders is ten times slower. A network that gives other outputs or gradients so, or
+none, runs as it is (`TangentModel.ordered` finds out on a few examples, once).
 """
 
 from __future__ import annotations

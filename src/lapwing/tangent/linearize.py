@@ -226,23 +226,32 @@ class TangentModel:
         return channels_last(self.params)
 
     def _same_so(self, x: Any) -> bool:
-        """Whether the outputs of a few examples are the same with channels last, up to rounding."""
+        """Whether the outputs of a few examples, and the gradient of their sum, are the same with channels last, up to
+        rounding. Checkpointed layers run again outside of the mode, and may fail there."""
         few = tree.rows_of(x, slice(0, 4)) if self.separable(x) else x
-        f = self(few)
+
+        def run(params: Mapping[str, Tensor], order: AbstractContextManager[Any]) -> tuple[Tensor, Tensor]:
+            leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+            ends = list(leaves.values())
+            with evaluating(self.model), plain_kernels(), torch.enable_grad():
+                with order:
+                    f = self.apply(leaves, few)
+                grads = self.backward(leaves, lambda: torch.autograd.grad(f.sum(), ends, allow_unused=True))
+            filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, ends, strict=True)]
+            return f.detach(), torch.cat([g.reshape(-1) for g in filled])
+
         try:
-            with torch.no_grad(), evaluating(self.model), plain_kernels(), ChannelsLast():
-                other = self.apply(self._channels_last, few)
-        except Exception:  # it looks at strides, in a way of its own: it ran before
+            each = zip(run(self.params, nullcontext()), run(self._channels_last, ChannelsLast()), strict=True)
+            return all(bool((a - b).abs().max() <= 1e-3 * a.abs().max()) for a, b in each)
+        except Exception:  # it looks at strides, in a way of its own; what else it may be will show as it is run
             return False
-        return bool((f - other).abs().max() <= 1e-3 * f.abs().max())
 
     def backward(self, params: Mapping[str, Tensor], run: Callable[[], T]) -> T:
         """Run a reverse pass of `apply(params, ...)`: checkpointed layers run forward again in it, and must do so at
-        the same weights and in the same order of memory, whatever has become of the user's."""
+        the same weights, whatever has become of the user's."""
         held: list[T] = []
         call = Swapped(self.model, lambda *_: held.append(run()))  # type: ignore[arg-type]
-        with ChannelsLast() if self.route.get("channels_last") else nullcontext():
-            functional_call(call, self._tensors(params), (None,))
+        functional_call(call, self._tensors(params), (None,))
         return held[0]
 
     def __call__(self, x: Any) -> Tensor:
