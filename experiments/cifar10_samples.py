@@ -16,6 +16,7 @@ The mode of the tangent model is that of a few images (`Few`), exactly, by the k
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,7 @@ from lapwing.curvature.rows import RowMaker
 
 SAMPLES = 32
 BUDGET, TOGETHER, SIDE = 2**31, 32, 512
+HELD = 2**32  # bytes of rows that the kernel of a few images is made from at once
 
 
 def drawn(f: Tensor, threshold: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -47,9 +49,12 @@ class HeldRoot:
     rows: Tensor
 
     @classmethod
-    def made(cls, tangent: Any, x: Tensor, index: Tensor, u: Tensor) -> HeldRoot:
-        """Rows uᵀJ(x_i)."""
-        maker, out = RowMaker(tangent, cover(tangent, x[:TOGETHER])), torch.empty(len(u), tangent.layout.size)
+    def made(
+        cls, tangent: Any, x: Tensor, index: Tensor, u: Tensor, names: tuple[str, ...] | None = None
+    ) -> HeldRoot:
+        """Rows uᵀJ(x_i), of the parameters `names` (all by default)."""
+        maker = RowMaker(tangent, cover(tangent, x[:TOGETHER]), names)
+        out = torch.empty(len(u), maker.width)
         for start in range(0, len(u), TOGETHER):
             some = slice(start, start + TOGETHER)
             batch, cotangent = x[index[some]], u[some].unsqueeze(1)
@@ -109,9 +114,13 @@ class Few:
     @classmethod
     def read(cls, tangent: Any, x: Tensor, y: Tensor, f: Tensor, times: float) -> Few:
         n, c = f.shape
-        root = HeldRoot.made(tangent, x, torch.arange(n).repeat_interleave(c), torch.eye(c).repeat(n, 1))
-        moved = torch.cat([rows.double() @ tangent.theta.double() for rows in root.rows.split(SIDE)])
-        return cls(f.double() - moved.reshape(n, c), root.gram, y, times)
+        index, u = torch.arange(n).repeat_interleave(c), torch.eye(c).repeat(n, 1)
+        base, kernel = f.double(), torch.zeros(n * c, n * c, dtype=torch.float64)
+        for names, theta in _groups(tangent, HELD // (4 * n * c)):
+            root = HeldRoot.made(tangent, x, index, u, names)
+            base -= torch.cat([rows.double() @ theta for rows in root.rows.split(SIDE)]).reshape(n, c)
+            kernel += root.gram
+        return cls(base, kernel, y, times)
 
     def first(self, n: int) -> Few:
         """The first n of them, counting for all."""
@@ -149,6 +158,17 @@ class Few:
         moved = kernel @ alpha
         h = self.base + moved.reshape(self.base.shape)
         return float(self.times * torch.nn.functional.cross_entropy(h, self.y, reduction="sum") + alpha @ moved / 2)
+
+
+def _groups(tangent: Any, width: int) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Parameters in groups of at most so many weights each (or of one parameter), and their values."""
+    theta, names, start = tangent.theta.double(), [], 0
+    for name, s in tangent.layout.slices().items():
+        if names and s.stop - start > width:
+            yield tuple(names), theta[start : s.start]
+            names, start = [], s.start
+        names.append(name)
+    yield tuple(names), theta[start:]
 
 
 def _blocks(blocks: Tensor, matrix: Tensor) -> Tensor:
