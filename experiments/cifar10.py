@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import os
@@ -308,6 +309,7 @@ def predicted(la: lw.Laplace, x: Tensor) -> tuple[Tensor, Tensor]:
 # All layers by Kronecker factors. The training showed the network VIEWS of each image: crops of 32 x 32 pixels after
 # padding by 4, each flipped or not. Evidence "over views" takes every view for an example of its own.
 VIEWS = 162
+SOME = 10_000  # images, for what need not see all
 USED = {20: SHARDS}  # of the shards of the training images, by depth; one where not told
 
 
@@ -413,6 +415,41 @@ def kron(problem: Problem) -> dict[str, Answers]:
     return out
 
 
+def cropped(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
+    """Random views: crops after padding, flipped or not."""
+    wide, n = torch.nn.functional.pad(x, (padding,) * 4), len(x)
+    at = torch.randint(0, 2 * padding + 1, (n, 2), generator=generator)
+    out = torch.stack([image[:, a : a + 32, b : b + 32] for image, (a, b) in zip(wide, at.tolist(), strict=True)])
+    flipped = torch.rand(n, generator=generator) < 0.5
+    return torch.where(flipped.reshape(-1, 1, 1, 1), out.flip(-1), out)
+
+
+def views_state(problem: Problem, count: int) -> tuple[Any, float]:
+    """G of a random view of each of the first images, which count for all images, and its CPU seconds."""
+    path, note = (problem.path(f"kron_views_{count}.{end}") for end in ("safetensors", "seconds"))
+    if not path.is_file():
+        x, y = (t[:count] for t in problem.train)
+        x = cropped(x, 4, torch.Generator().manual_seed(0))
+        batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
+        factor = lw.curvature.Factor("monte_carlo", 1)
+        taken, la = clocks(lambda: lw.laplace(problem.net, batches, "categorical", structure="kron", factor=factor))
+        la.save(path)
+        note.write_text(str(taken["cpu"]))
+    state = repeated(lw.load(path, problem.net).state, len(problem.train[1]) / count)
+    return state, float(note.read_text())
+
+
+def kron_views(problem: Problem) -> dict[str, Answers]:
+    """The evidence over views with the curvature of views, where `kron` takes that of plain images for theirs."""
+    found, fitted = views_state(problem, SOME)
+    state = repeated(found, VIEWS)
+    precision = evidence_precision(state)
+    f, cov, taken = spread(problem, "kron_views", state, [precision])
+    more: dict[str, Any] = {"cost": {"fit": fitted, "predict": taken}}
+    more["about"] = {"prior_precision": precision, "likelihood_power": VIEWS}
+    return {f"evidence:{link}": settled(f, one((cov[0][0], cov[1][0])), link, **more) for link in LINKS}
+
+
 def isotropic(problem: Problem) -> dict[str, Answers]:
     """N(θ*, I/s): no curvature at all, s by labels; J Jᵀ is exact."""
     _, f, cov, cost = kron_spread(problem)
@@ -424,7 +461,7 @@ def isotropic(problem: Problem) -> dict[str, Answers]:
 # Few directions of all weights. `lowrank` and `ella` choose the prior precision by labels; `lowrank` keeps the prior
 # beside its directions, ELLA does not, and sums its curvature over fewer images still, each counted once. `samples`
 # are draws of the posterior (cifar10_samples.py).
-SOME, RANK = 10_000, 100
+RANK = 100
 ELLA_SOME, ELLA_RANK, ANCHORS = 4_000, 20, 2_000
 CHOICES = torch.logspace(0, 5, 21).tolist()
 THRESHOLD, CENTERS = 0.06, (125, 250, 500)  # τ of the rows of the samples' curvature; images for the tangent center
@@ -575,6 +612,7 @@ ROWS: dict[str, Callable[[Problem], dict[str, Answers]]] = {
     "last_layer_kron": last_layer("kron"),
     "isotropic": isotropic,
     "kron": kron,
+    "kron_views": kron_views,
     "lowrank": lowrank,
     "ella": ella,
     "samples": samples,
@@ -628,7 +666,8 @@ def joint(problem: Problem, records: dict[str, Any]) -> None:
     each = {"map": _joint(f, None, y), "temperature": _joint(f / scale, None, y)}
     for label, (precision, times) in chosen.items():
         each[label] = _joint(f, times * cov_of[precision], y)
-    for label, found in (*joint_lowrank(problem, records, cov[-1]), *joint_samples(problem, records)):
+    more = joint_views(problem, records), joint_lowrank(problem, records, cov[-1]), joint_samples(problem, records)
+    for label, found in itertools.chain(*more):
         each[label] = _joint(f, found, y)
     for label, values in each.items():
         found = {str(k): {"mean": float(v.mean()), **against(v, each, k)} for k, v in values.items()}
@@ -648,6 +687,15 @@ def joint_settings(records: dict[str, Any]) -> dict[str, tuple[float, float]]:
         elif label == "isotropic:labels:monte_carlo":
             out[label] = 0.0, 1 / median(record["picked"])
     return out
+
+
+def joint_views(problem: Problem, records: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    label = "kron_views:evidence:monte_carlo"
+    if label in records:
+        state, x = repeated(views_state(problem, SOME)[0], VIEWS), problem.test[0][:JOINT]
+        precision = records[label]["prior_precision"]
+        found = problem.kept("joint_views", lambda: covariances(state, x, [precision], "", TOGETHER, 20))
+        yield label, found[0][1][0]
 
 
 def joint_lowrank(problem: Problem, records: dict[str, Any], whole: Tensor) -> Iterator[tuple[str, Tensor]]:

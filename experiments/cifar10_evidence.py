@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 from cifar10 import (
-    BATCH,
     RESULTS,
     SHARDS,
     VIEWS,
     Problem,
     blocks,
     covariances,
+    cropped,
     difference,
     evidence_precision,
     forward,
@@ -44,6 +44,7 @@ from cifar10 import (
     kron_state,
     probabilities,
     repeated,
+    views_state,
 )
 from torch import Tensor
 
@@ -218,15 +219,6 @@ def conditional(problem: Problem) -> list[dict[str, float]]:
     ]
 
 
-def cropped(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Random views: crops after padding, flipped or not."""
-    wide, n = torch.nn.functional.pad(x, (padding,) * 4), len(x)
-    at = torch.randint(0, 2 * padding + 1, (n, 2), generator=generator)
-    out = torch.stack([image[:, a : a + 32, b : b + 32] for image, (a, b) in zip(wide, at.tolist(), strict=True)])
-    flipped = torch.rand(n, generator=generator) < 0.5
-    return torch.where(flipped.reshape(-1, 1, 1, 1), out.flip(-1), out)
-
-
 def augmented(problem: Problem) -> dict[str, dict[str, float]]:
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(problem.train[1]), generator=generator)[:2000]
@@ -243,15 +235,7 @@ def augmented(problem: Problem) -> dict[str, dict[str, float]]:
 
 def curvature(problem: Problem) -> dict[str, Any]:
     """G of one random view of each of some images, times what these are of all, times the number of views."""
-    count = 10_000 if problem.depth == 20 else 4_000
-    path = problem.path("kron_views.safetensors")
-    if not path.is_file():
-        x, y = (t[:count] for t in problem.train)
-        x = cropped(x, 4, torch.Generator().manual_seed(0))
-        batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
-        factor = lw.curvature.Factor("monte_carlo", 1)
-        lw.laplace(problem.net, batches, "categorical", structure="kron", factor=factor).save(path)
-    state = repeated(lw.load(path, problem.net).state, len(problem.train[1]) / count * VIEWS)
+    state = repeated(views_state(problem, 10_000 if problem.depth == 20 else 4_000)[0], VIEWS)
     precision = evidence_precision(state)
     found = spread_at(problem, "study_views", state, [precision])
     return {"precision": precision, **{kind: scores(f, cov[0], y) for kind, (f, cov, y) in found.items()}}

@@ -49,9 +49,7 @@ class HeldRoot:
     rows: Tensor
 
     @classmethod
-    def made(
-        cls, tangent: Any, x: Tensor, index: Tensor, u: Tensor, names: tuple[str, ...] | None = None
-    ) -> HeldRoot:
+    def made(cls, tangent: Any, x: Tensor, index: Tensor, u: Tensor, names: tuple[str, ...] | None = None) -> HeldRoot:
         """Rows uᵀJ(x_i), of the parameters `names` (all by default)."""
         maker = RowMaker(tangent, cover(tangent, x[:TOGETHER]), names)
         out = torch.empty(len(u), maker.width)
