@@ -444,6 +444,12 @@ def test_a_softmax_in_the_network_is_an_error_and_its_remedy_works(quick):
     assert "likelihood" not in trouble(remedy)
 
 
+def test_a_softmax_is_an_error_whatever_rows_count_for(quick):
+    weighted = lw.likelihoods.ClassWeighted(lw.likelihoods.Categorical(), torch.tensor([1.0, 2.0, 0.5]))
+    the(lw.doctor(nn.Sequential(net(), nn.Softmax(-1)), classes(), weighted), "error", "likelihood", "softmax twice")
+    assert "likelihood" not in trouble(lw.doctor(net(), classes(), weighted))
+
+
 def test_log_probabilities_are_a_note_and_leave_the_evidence_as_it_is(quick):
     data, logits = classes(), net()
     model = nn.Sequential(logits, nn.LogSoftmax(-1))

@@ -79,7 +79,7 @@ def _link(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> Iterator
     """A softmax or sigmoid applied by the network that the likelihood applies again."""
     f = flat_outputs(outputs)
     rounding = min(100 * torch.finfo(outputs.dtype).eps, 1e-2)
-    if likelihood.name == "categorical" and f.shape[-1] > 1:
+    if likelihood.response == "softmax" and f.shape[-1] > 1:
         if bool((f >= 0).all()) and bool(((f.sum(-1) - 1).abs() < rounding).all()):
             message = (
                 "the outputs are probabilities already (each row sums to 1) and would pass a softmax twice; take the "
@@ -92,7 +92,7 @@ def _link(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> Iterator
                 "the probit link sees other variances: prefer logits, or predict with link='probit_centered'"
             )
             yield Finding("note", "likelihood", message)
-    if likelihood.name == "bernoulli" and bool(((f >= 0) & (f <= 1)).all()):
+    if likelihood.response == "sigmoid" and bool(((f >= 0) & (f <= 1)).all()):
         sure = isinstance(list(model.modules())[-1], nn.Sigmoid)
         if sure or f.numel() >= ENOUGH:
             message = (
