@@ -21,7 +21,6 @@ import json
 import math
 import os
 import pathlib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -31,14 +30,12 @@ from typing import Any
 import cifar10_samples
 import torch
 from _networks import data, images, resnet, train_file
+from cifar10_outputs import LIKELIHOOD, covariances, features, probabilities
 from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing import metrics
-from lapwing.curvature.capture import Capture
-from lapwing.operators import linalg
 from lapwing.posterior import curvature
-from lapwing.predictive.link import DRAWS, closed_form, psd_root, quasi_normal
 
 from _common import clocks, machine, versions  # isort: skip  (benchmarks/, which _networks puts on the path)
 
@@ -47,7 +44,6 @@ RESULTS, PAGE = HERE / "results" / "cifar10.json", HERE.parent / "docs" / "cifar
 CACHE = pathlib.Path(os.environ.get("LAPWING_CACHE", HERE.parent / "out" / "cifar10"))
 SPLITS, HELD_OUT, BINS, BATCH, SHARDS = 5, 1_000, 15, 128, 5
 BASELINES = ("map", "temperature", "isotropic:labels:monte_carlo")
-LIKELIHOOD = lw.likelihoods.Categorical()
 
 
 # -- the data ----------------------------------------------------------------------------------------------------
@@ -85,6 +81,15 @@ class Problem:
             taken, found = clocks(make)
             torch.save((found, taken["cpu"]), path)
         return torch.load(path, weights_only=True)
+
+    def fitted(self, name: str, make: Callable[[], lw.Laplace]) -> tuple[Any, float]:
+        """The state of a fit that was made before, with its CPU seconds, or else made now."""
+        path, note = self.path(f"{name}.safetensors"), self.path(f"{name}.seconds")
+        if not (path.is_file() and note.is_file()):
+            taken, la = clocks(make)
+            la.save(path)
+            note.write_text(str(taken["cpu"]))
+        return lw.load(path, self.net).state, float(note.read_text())
 
     @cached_property
     def logits(self) -> tuple[Tensor, Tensor]:
@@ -177,81 +182,7 @@ def scored(problem: Problem, answers: Answers) -> tuple[dict[str, Any], Tensor]:
     return out, image
 
 
-# -- predictions from f ~ N(f, V) --------------------------------------------------------------------------------
-
-
-def probabilities(f: Tensor, cov: Tensor, link: str) -> Tensor:
-    """E softmax(f): by 512 quasi-random draws with the full covariance for link="monte_carlo"."""
-    closed = closed_form(LIKELIHOOD, link, f, cov)
-    if closed is not None:
-        return closed
-    noise, out = quasi_normal(DRAWS, f.shape[-1]).float(), []
-    for mu, v in zip(f.split(500), cov.split(500), strict=True):
-        out.append((mu.unsqueeze(-2) + noise @ psd_root(v.double()).float().mT).softmax(-1).mean(-2))
-    return torch.cat(out)
-
-
-def covariances(
-    state: Any, x: Tensor, precisions: list[float], names: str = "", together: int = 1, size: int = 16
-) -> tuple[Tensor, Tensor]:
-    """f and J (G + δI)⁻¹ Jᵀ for several δ, with J Jᵀ last, by one set of backward passes: in the eigenbasis of G only
-    the weights of the squares depend on δ. (d + 1, n/t, t·c, t·c), jointly over t inputs in a row; of the layers
-    alone whose names match the pattern `names`."""
-    capture, out, fs = Capture(state.tangent, state.parts), [], []
-    turned = {part.name: _basis(op) for part, op in blocks(state, names)}
-    for batch in x.split(size):
-        record = capture.run(batch)
-        f, views = record.f.detach(), record.views()
-        n, c = f.shape
-        gradients = record.pull(torch.eye(c).expand(n, c, c))
-        total = f.new_zeros(len(precisions) + 1, n // together, together * c, together * c)
-        for name, (ua, ub, values) in turned.items():
-            rows = _rows(views[name], gradients[name], ua, ub).reshape(n // together, together * c, -1)
-            for i, precision in enumerate(precisions):
-                half = rows * (values + precision).rsqrt()
-                total[i] += half @ half.mT
-            total[-1] += rows @ rows.mT
-        fs.append(f)
-        out.append(total)
-    return torch.cat(fs), torch.cat(out, 1)
-
-
-def features(tangent: Any, parts: Any, x: Tensor, directions: Tensor, size: int = 16) -> Tensor:
-    """J(x) Vᵀ for directions V (k, p), (n, c, k)."""
-    capture, out = Capture(tangent, parts), []
-    columns = {part.name: directions[:, part.index(tangent.layout)].float() for part in parts}
-    for batch in x.split(size):
-        record = capture.run(batch)
-        n, c = record.f.shape
-        gradients, views = record.pull(torch.eye(c).expand(n, c, c)), record.views()
-        total = record.f.new_zeros(c, n, len(directions))
-        for name, own in columns.items():
-            total += views[name].outer(gradients[name]).flatten(2) @ own.mT
-        out.append(total.transpose(0, 1).detach())
-    return torch.cat(out)
-
-
-def blocks(state: Any, names: str = "") -> list[tuple[Any, Any]]:
-    """Parts of the network and their blocks of G."""
-    pairs = zip(state.parts, curvature(state, LIKELIHOOD).parts, strict=True)
-    return [(part, op) for part, op in pairs if re.match(names, part.name)]
-
-
-def _basis(op: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Eigenvectors (those of A and of B for a Kronecker product) and eigenvalues of a block of G."""
-    if isinstance(op, lw.operators.Kronecker):
-        l, ua, m, ub = op.decomposition
-        assert ua is not None
-        return ua.float(), ub.float(), (op.factor * m.unsqueeze(-1) * l.unsqueeze(-2)).flatten().float()
-    values, vectors = torch.linalg.eigh(linalg.to_dense(op))
-    return vectors.float(), None, values.clamp(min=0).float()
-
-
-def _rows(view: Any, g: Tensor, ua: Tensor, ub: Tensor | None) -> Tensor:
-    """A layer's rows of J in the eigenbasis, (n, c, p)."""
-    if ub is None:
-        return (view.outer(g).flatten(2) @ ua).transpose(0, 1)
-    return view.rotated(ua).outer(torch.einsum("knsbo,boq->knsbq", g, ub)).flatten(2).transpose(0, 1).contiguous()
+# -- rows --------------------------------------------------------------------------------------------------------
 
 
 Pair = tuple[Tensor, Tensor]  # of the test images and of the street numbers
@@ -261,9 +192,6 @@ def settled(f: Pair, cov: Pair, link: str, **more: Any) -> Answers:
     """Answers from f and covariances (g, n, c, c)."""
     probs = [torch.stack([probabilities(a, one, link) for one in b]) for a, b in zip(f, cov, strict=True)]
     return Answers(probs[0], probs[1], **more)
-
-
-# -- rows --------------------------------------------------------------------------------------------------------
 
 
 def network(problem: Problem) -> dict[str, Answers]:
@@ -326,13 +254,8 @@ def kron_state(problem: Problem) -> tuple[Any, float]:
     are used, they count as all."""
     out, seconds, used = None, 0.0, USED.get(problem.depth, 1)
     for i in range(used):
-        path, note = problem.path(f"kron_{i}.safetensors"), problem.path(f"kron_{i}.seconds")
-        if not path.is_file():
-            taken, la = clocks(partial(kron_shard, problem, i))
-            la.save(path)
-            note.write_text(str(taken["cpu"]))
-        state = lw.load(path, problem.net).state
-        out, seconds = state if out is None else out + state, seconds + float(note.read_text())
+        state, taken = problem.fitted(f"kron_{i}", partial(kron_shard, problem, i))
+        out, seconds = state if out is None else out + state, seconds + taken
     return out if used == SHARDS else repeated(out, SHARDS / used), seconds
 
 
@@ -426,17 +349,15 @@ def cropped(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
 
 def views_state(problem: Problem, count: int) -> tuple[Any, float]:
     """G of a random view of each of the first images, which count for all images, and its CPU seconds."""
-    path, note = (problem.path(f"kron_views_{count}.{end}") for end in ("safetensors", "seconds"))
-    if not path.is_file():
+
+    def fit() -> lw.Laplace:
         x, y = (t[:count] for t in problem.train)
         x = cropped(x, 4, torch.Generator().manual_seed(0))
-        batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
-        factor = lw.curvature.Factor("monte_carlo", 1)
-        taken, la = clocks(lambda: lw.laplace(problem.net, batches, "categorical", structure="kron", factor=factor))
-        la.save(path)
-        note.write_text(str(taken["cpu"]))
-    state = repeated(lw.load(path, problem.net).state, len(problem.train[1]) / count)
-    return state, float(note.read_text())
+        batches, factor = list(zip(x.split(BATCH), y.split(BATCH), strict=True)), lw.curvature.Factor("monte_carlo", 1)
+        return lw.laplace(problem.net, batches, "categorical", structure="kron", factor=factor)
+
+    state, seconds = problem.fitted(f"kron_views_{count}", fit)
+    return repeated(state, len(problem.train[1]) / count), seconds
 
 
 def kron_views(problem: Problem) -> dict[str, Answers]:

@@ -25,7 +25,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,18 +34,16 @@ from cifar10 import (
     SHARDS,
     VIEWS,
     Problem,
-    blocks,
-    covariances,
     cropped,
     difference,
     evidence_precision,
     forward,
     kron_shard,
     kron_state,
-    probabilities,
     repeated,
     views_state,
 )
+from cifar10_outputs import blocks, covariances, probabilities
 from torch import Tensor
 
 import lapwing as lw
@@ -243,10 +241,7 @@ def curvature(problem: Problem) -> dict[str, Any]:
 
 def transfer(problem: Problem) -> dict[str, Any]:
     """The network, temperature scaling by 1,000 other images, and Laplace by the evidence with and without views."""
-    path = problem.path("kron_0.safetensors")
-    if not path.is_file():
-        kron_shard(problem, 0).save(path)
-    state = repeated(lw.load(path, problem.net).state, SHARDS)
+    state = repeated(problem.fitted("kron_0", partial(kron_shard, problem, 0))[0], SHARDS)
     found = {power: evidence_precision(repeated(state, power)) for power in (1, VIEWS)}
     x, y = (t[: TEST + 1000] for t in problem.test)
     grid = [s / power for power, s in found.items()]
