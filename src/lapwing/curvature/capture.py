@@ -23,8 +23,8 @@ from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import ComposedRule, rule_for
 from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
+from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
-from lapwing.tangent.linearize import evaluating
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import rule_for
 from lapwing.tangent import TangentModel
+from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
-from lapwing.tangent.linearize import evaluating
 
 PROBE = 4  # examples
 

@@ -14,8 +14,8 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
+from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import forward_mode_missing, plain_kernels
-from lapwing.tangent.linearize import evaluating
 
 CHUNK = 256  # columns of the Hessian made at a time
 

@@ -25,8 +25,8 @@ from lapwing.doctor.reading import Batch, Sample
 from lapwing.doctor.report import Finding
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
+from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
-from lapwing.tangent.linearize import evaluating
 
 UNTRAINED = 0.025  # share of what a network learned that one more step would add, if it has far to go
 

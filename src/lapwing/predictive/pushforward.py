@@ -26,8 +26,8 @@ from lapwing.posterior import Gaussian
 from lapwing.predictive import sampled, structured
 from lapwing.predictive.prediction import Prediction
 from lapwing.tangent import TangentModel
+from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
-from lapwing.tangent.linearize import evaluating
 
 LARGEST = 128  # examples run at once: more only leave the caches
 MANY = 512  # outputs past which predictions are draws, not covariances

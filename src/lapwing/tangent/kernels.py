@@ -131,3 +131,16 @@ def _bag_max(vectors: Tensor, bag: Tensor, bags: int) -> Tensor:
 def forward_mode_missing(error: Exception) -> bool:
     text = str(error)
     return "forward AD" in text or "forward-mode AD" in text or "jvp" in text
+
+
+@contextmanager
+def any_batching_rule() -> Iterator[None]:
+    """Without torch's warning about a slow batching rule, which is still a right one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a pass failed for want of memory, which another route is no answer to."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,16 +25,19 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.utils.checkpoint import CheckpointError
 
 from lapwing import tree
 from lapwing.errors import InvalidValue, LapwingWarning
-from lapwing.tangent.kernels import ConstantPadding, forward_mode_missing, plain_kernels
+from lapwing.tangent import proof
+from lapwing.tangent.evaluating import evaluating
+from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
 from lapwing.tangent.layout import ChannelsLast, apt, channels_last
 from lapwing.tangent.subset import Forward, Swapped, select
 from lapwing.tree import Layout
 
 T = TypeVar("T")
+PUSHES = ("forward", "unfused", "double", "rows")  # ways to J v
+ROWS = ("vmap", "columns", "loop")  # ways to rows: batched over examples and cotangents, examples, nothing
 vjp: Any = torch.func.vjp  # its annotation leaves the two-value form out
 
 
@@ -102,50 +104,6 @@ def _check(model: nn.Module) -> None:
             )
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode and without backward hooks (torch.func cannot pass through them, and they are there to
-    watch training); each module's own mode and hooks given back."""
-    modules = list(model.modules())
-    training = [m for m in modules if m.training]
-    hooked = [(m, m._backward_hooks, m._backward_pre_hooks) for m in modules]
-    hooked = [(m, hooks, pre) for m, hooks, pre in hooked if hooks or pre]
-    flat = [(m, m._flat_weights, m._flat_weight_refs) for m in modules if isinstance(m, nn.RNNBase)]
-    tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    gradients = [(m, m.sparse, m.scale_grad_by_freq) for m in tables]
-    for table in tables:  # a dense gradient, and the derivative itself: scaled by counts it is no derivative
-        table.sparse = table.scale_grad_by_freq = False
-    for module in training:
-        module.training = False
-    for module, _, _ in hooked:
-        module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
-    try:
-        with _uncompiled(modules), _padded(tables):
-            yield
-    finally:
-        for module in training:
-            module.training = True
-        for module, hooks, pre in hooked:
-            module._backward_hooks, module._backward_pre_hooks = hooks, pre
-        for module, sparse, scaled in gradients:
-            module.sparse, module.scale_grad_by_freq = sparse, scaled
-        for module, weights, refs in flat:  # recurrent layers remember the weights of their last pass
-            module._flat_weights, module._flat_weight_refs = weights, refs
-
-
-def _padded(tables: list[Any]) -> AbstractContextManager[Any]:
-    padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in tables)
-    return ConstantPadding() if padded else nullcontext()
-
-
-def _uncompiled(modules: list[nn.Module]) -> AbstractContextManager[Any]:
-    """Modules under torch.compile run as they were written: what the compiler makes of them has no hooks, no forward
-    mode and no batching rule."""
-    if any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules):
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()
-
-
 @dataclass(frozen=True, eq=False)
 class TangentModel:
     model: nn.Module  # borrowed: its modules are run, its tensors are not used
@@ -164,6 +122,12 @@ class TangentModel:
     def dtype(self) -> torch.dtype:
         """Of vectors over all parameters: theirs, or the one that holds them all where they differ."""
         return functools.reduce(torch.promote_types, (p.dtype for p in self.params.values()))
+
+    @property
+    def eps(self) -> float:
+        """Of the network's coarsest dtype."""
+        dtypes = {t.dtype for t in (*self.params.values(), *self.constants.values()) if t.is_floating_point()}
+        return max(torch.finfo(dtype).eps for dtype in dtypes)
 
     @functools.cached_property
     def columns_at_once(self) -> bool:
@@ -287,8 +251,7 @@ class TangentModel:
         if len(whole) != n or any(part.shape != whole[piece].shape for piece, part in pieces):
             return False
         gap = max(float((part - whole[piece]).abs().max()) for piece, part in pieces)
-        dtypes = {t.dtype for t in (whole, *self.params.values(), *self.constants.values()) if t.is_floating_point()}
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        eps = max(self.eps, torch.finfo(whole.dtype).eps)
         return gap <= 1e4 * eps * float(whole.abs().max().clamp(min=1e-30))
 
     def output_shape(self, x: Any) -> tuple[int, int]:
@@ -315,110 +278,171 @@ class TangentModel:
 
     @torch.inference_mode(False)
     def vjp(self, x: Any, u: Tensor) -> dict[str, Tensor]:
-        with evaluating(self.model), plain_kernels():
-            leaves, grads = self._pullback(x, lambda _: u)
-        return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), grads, strict=True)}
+        grads = self.gradients(x, u)
+        return {n: torch.zeros_like(self.params[n]) if g is None else g for n, g in grads.items()}
 
-    def _pullback(self, x: Any, cotangent: Callable[[Tensor], Tensor]) -> tuple[dict[str, Tensor], Any]:
+    def gradients(self, x: Any, u: Tensor, names: tuple[str, ...] | None = None) -> dict[str, Tensor | None]:
+        """Jᵀu for some parameters (all by default) by plain autograd, by which every other route is judged; None where
+        no output depends on one."""
+        with evaluating(self.model), plain_kernels():
+            leaves, grads = self._pullback(x, lambda _: u, names)
+        return dict(zip(leaves, grads, strict=True))
+
+    def _pullback(
+        self, x: Any, cotangent: Callable[[Tensor], Tensor], names: tuple[str, ...] | None = None
+    ) -> tuple[dict[str, Tensor], Any]:
         """Jᵀu by plain autograd, which takes every network; differentiable in u where u requires grad."""
         with torch.enable_grad():
-            leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
-            out = self.apply(leaves, x)
+            leaves = {n: self.params[n].detach().requires_grad_() for n in names or self.params}
+            params = {**self.params, **leaves}
+            out = self.apply(params, x)
             u = cotangent(out)
             if not out.requires_grad:
                 return leaves, (None,) * len(leaves)
             keep = u.requires_grad
             grads = self.backward(
-                leaves,
+                params,
                 lambda: torch.autograd.grad(out, list(leaves.values()), u, create_graph=keep, allow_unused=True),
             )
             return leaves, grads
 
     @torch.inference_mode(False)
     def jvp(self, x: Any, v: Mapping[str, Tensor]) -> Tensor:
-        """Forward mode; where a kernel lacks it, the same by unfused kernels, or by two reverse passes."""
-        routes: dict[str, Callable[[Any, Mapping[str, Tensor]], Tensor]] = {
-            "forward": lambda x, v: self._forward_jvp(x, v, onednn=True),
-            "unfused": lambda x, v: self._forward_jvp(x, v, onednn=False),
-            "double": self._double_vjp,
-        }
-        known = list(routes).index(self.route.get("jvp", "forward"))
-        for name, route in list(routes.items())[known:]:  # from the one that worked last
+        """Forward mode; where a kernel lacks it or has it wrong, the same by unfused kernels, by two reverse passes, or
+        by all rows of the Jacobian."""
+        start = PUSHES.index(self.route.get("jvp", PUSHES[0]))  # from the one that worked last
+        for how in PUSHES[start:-1]:
             try:
-                out = route(x, v)
+                out = self._push(x, v, how)
             except (RuntimeError, NotImplementedError) as error:
-                if name == "double" or not forward_mode_missing(error):
+                if out_of_memory(error):
                     raise
-            else:
-                self.route["jvp"] = name
+                continue
+            vector = self.layout.flatten(v).unsqueeze(0)
+            again = functools.partial(_pushed_alone, v=v, how=how)
+            if self._proved_push(how, x, vector, out.unsqueeze(0), again):
+                self.route["jvp"] = how
                 return out
-        raise AssertionError("unreachable")
+        out = self._push(x, v, "rows")
+        if self.route.get("jvp") != "rows":
+            _say_slow("has no derivative of its derivative in torch", "neither forward mode nor two reverse passes")
+            self.route["jvp"] = "rows"
+        return out
+
+    def _push(self, x: Any, v: Mapping[str, Tensor], how: str) -> Tensor:
+        if how == "rows":
+            return self._push_rows(x, v)
+        return self._double_vjp(x, v) if how == "double" else self._forward_jvp(x, v, onednn=how == "forward")
+
+    def _proved_push(
+        self, how: str, x: Any, v: Tensor, found: Tensor, again: Callable[[TangentModel, Any], Tensor]
+    ) -> bool:
+        return proof.once(self, how, proof.shapes(x, v), lambda: proof.pushes(self, x, v, found, again))
 
     @torch.inference_mode(False)
     def jvps(self, x: Any, v: Tensor) -> tuple[Tensor, Tensor]:
         """f(x) and J(x) v for several vectors v (k, p) by one run of the network: (n, ..., c) and (k, n, ..., c)."""
-        if self.route.get("jvp", "forward") != "double" and self.route.get("jvps", "vmap") == "vmap":
-            tangents = {n: t.to(self.params[n].dtype) for n, t in self.layout.unflatten(v).items()}
-            params, order = self.ordered(x, reverse=False)
-
-            def push(one: dict[str, Tensor]) -> Any:
-                return jvp(lambda p: self.apply(p, x), (params,), (one,))
-
+        if self.route.get("jvp", "forward") in ("forward", "unfused") and self.route.get("jvps", "vmap") == "vmap":
             try:
-                with evaluating(self.model), plain_kernels(self.route.get("jvp", "forward") == "forward"), order:
-                    return vmap(push, out_dims=(None, 0))(tangents)  # type: ignore[arg-type]
-            except (RuntimeError, NotImplementedError, ValueError):  # no forward mode, or no batching rule
-                self.route["jvps"] = "loop"
+                f, found = self._pushes(x, v)
+            except (RuntimeError, NotImplementedError, ValueError) as error:  # no forward mode, or no batching rule
+                if out_of_memory(error):
+                    raise
+            else:
+                if self._proved_push("jvps", x, v, found, lambda at, x: at._pushes(x, v)[1]):
+                    return f, found
+            self.route["jvps"] = "loop"
         return self(x), torch.stack([self.jvp(x, self.layout.unflatten(one.to(self.dtype))) for one in v])
+
+    def _pushes(self, x: Any, v: Tensor) -> tuple[Tensor, Tensor]:
+        tangents = {n: t.to(self.params[n].dtype) for n, t in self.layout.unflatten(v).items()}
+        params, order = self.ordered(x, reverse=False)
+
+        def push(one: dict[str, Tensor]) -> Any:
+            return jvp(lambda p: self.apply(p, x), (params,), (one,))
+
+        onednn = self.route.get("jvp", "forward") == "forward"
+        with evaluating(self.model), plain_kernels(onednn), order, any_batching_rule():
+            return vmap(push, out_dims=(None, 0))(tangents)  # type: ignore[arg-type]
 
     @torch.inference_mode(False)
     def vjps(self, x: Any, u: Tensor) -> Tensor:
         """Σ_n J(x_n)ᵀ u_n for several cotangents u (k, n, ..., c) by one run of the network: (k, p)."""
+        if len(u) > 1 and self.columns_at_once and self.route.get("vjps", "vmap") == "vmap":
+            try:
+                found = self._pulls(x, u, batched=True)
+            except RuntimeError as error:  # no batching rule
+                if out_of_memory(error):
+                    raise
+            else:
+                if proof.once(self, "vjps", proof.shapes(x, u), lambda: self._proved_pulls(x, u, found)):
+                    return self._flat(found, len(u))
+            self.route["vjps"] = "loop"
+        return self._flat(self._pulls(x, u, batched=False), len(u))
+
+    def _proved_pulls(self, x: Any, u: Tensor, found: dict[str, Tensor]) -> bool:
+        return proof.pulls(self, x, u, found, lambda at, x, u: at._pulls(x, u, batched=True))
+
+    def _pulls(self, x: Any, u: Tensor, batched: bool) -> dict[str, Tensor]:
+        """{name: (k, *shape)} for the parameters that the outputs depend on."""
         params, order = self.ordered(x)
         with evaluating(self.model), plain_kernels(), torch.enable_grad():
             leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
             with order:
                 out = self.apply(leaves, x)
             if not out.requires_grad:
-                return u.new_zeros(len(u), self.layout.size)
-
+                return {}
             ends = list(leaves.values())
 
-            def pull(some: Tensor, batched: bool) -> Tensor:  # (k, p), or (1, p) for one cotangent that is not batched
-                grads = torch.autograd.grad(
+            def pull(some: Tensor) -> Any:
+                return torch.autograd.grad(
                     out, ends, some.to(out), retain_graph=True, allow_unused=True, is_grads_batched=batched
                 )
-                k = len(some) if batched else 1
-                filled = [t.new_zeros(k, *t.shape) if g is None else g for g, t in zip(grads, ends, strict=True)]
-                return torch.cat([g.reshape(k, -1) for g in filled], -1)
 
-            if len(u) > 1 and self.columns_at_once and self.route.get("vjps", "vmap") == "vmap":
-                try:
-                    with warnings.catch_warnings():  # a slow batching rule is still a right one
-                        warnings.filterwarnings("ignore", message="There is a performance drop")
-                        return self.backward(leaves, lambda: pull(u, True))
-                except RuntimeError:  # no batching rule
-                    self.route["vjps"] = "loop"
-            return self.backward(leaves, lambda: torch.cat([pull(one, False) for one in u]))
+            if batched:
+                with any_batching_rule():
+                    grads = self.backward(leaves, lambda: pull(u))
+            else:
+                columns = self.backward(leaves, lambda: [pull(one) for one in u])
+                grads = [None if g[0] is None else torch.stack(g) for g in zip(*columns, strict=True)]
+        return {n: g for n, g in zip(leaves, grads, strict=True) if g is not None}
+
+    def _flat(self, grads: Mapping[str, Tensor], k: int) -> Tensor:
+        filled = [grads[n] if n in grads else p.new_zeros(k, *p.shape) for n, p in self.params.items()]
+        return torch.cat([g.reshape(k, -1) for g in filled], -1)
 
     @torch.inference_mode(False)
     def through(self, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """J(x) v (n, ..., c) and Σ_n J(x_n)ᵀ u_n (p,) for u = middle(f, J v), v (p,), by one run of the network:
-        forward mode beside the graph of the reverse pass; by a run each where a kernel has no forward mode."""
+        forward mode beside the graph of the reverse pass; by a run each where that cannot be, or is not right."""
         if self.route.get("through", "one") == "one":
             try:
-                return self._through(x, v, middle)
-            except CheckpointError:  # its second run saves no tangents
-                self.route["through"] = "two"
-            except (RuntimeError, NotImplementedError) as error:
-                if not forward_mode_missing(error):
+                jv, u, found = self._through(x, v, middle)
+            except (RuntimeError, NotImplementedError) as error:  # no forward mode; a checkpoint that saves no tangents
+                if out_of_memory(error):
                     raise
-                self.route["through"] = "two"
+            else:
+                if proof.once(self, "through", proof.shapes(x), lambda: self._proved_through(x, v, jv, u, found)):
+                    return jv, self.layout.flatten(found).to(v)
+            self.route["through"] = "two"
         f, pushed = self.jvps(x, v.unsqueeze(0))
         jv = pushed[0].detach()
         return jv, self.vjps(x, middle(f.detach(), jv).unsqueeze(0))[0]
 
-    def _through(self, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _proved_through(self, x: Any, v: Tensor, jv: Tensor, u: Tensor, found: dict[str, Tensor]) -> bool:
+        along, one = v.unsqueeze(0), {n: g.unsqueeze(0) for n, g in found.items()}
+
+        def pulled(at: TangentModel, x: Any, u: Tensor) -> dict[str, Tensor]:
+            return {n: g.unsqueeze(0) for n, g in at._through(x, v, lambda *_: u[0])[2].items()}
+
+        return proof.pushes(
+            self, x, along, jv.unsqueeze(0), lambda at, x: at._through(x, v, lambda _, jv: jv)[0].unsqueeze(0)
+        ) and proof.pulls(self, x, u.unsqueeze(0), one, pulled)
+
+    def _through(
+        self, x: Any, v: Tensor, middle: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """J v, u, and Jᵀu by name."""
         along = self.layout.unflatten(v)
         params, order = self.ordered(x)
         with evaluating(self.model), plain_kernels(), torch.enable_grad():
@@ -429,12 +453,12 @@ class TangentModel:
                 f, pushed = forward_ad.unpack_dual(self.apply(duals, x))
                 jv = torch.zeros_like(f) if pushed is None else pushed.detach().clone()
             u = middle(f.detach(), jv).to(f)  # outside the dual level, lest the reverse pass be pushed forward too
-            if not f.requires_grad:
-                return jv, v.new_zeros(self.layout.size)
-            reverse = lambda: torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)  # noqa: E731
-            grads = self.backward(leaves, reverse)
-        filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
-        return jv, torch.cat([g.reshape(-1).to(v) for g in filled])
+            grads: Any = (None,) * len(leaves)
+            if f.requires_grad:
+                reverse = lambda: torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)  # noqa: E731
+                grads = self.backward(leaves, reverse)
+        filled = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), grads, strict=True)}
+        return jv, u, filled
 
     def _forward_jvp(self, x: Any, v: Mapping[str, Tensor], onednn: bool) -> Tensor:
         with evaluating(self.model), plain_kernels(onednn):
@@ -457,42 +481,69 @@ class TangentModel:
             along = [t for _, t in used]
             return self.backward(leaves, lambda: torch.autograd.grad([g for g, _ in used], held[0], along)[0])
 
+    def _push_rows(self, x: Any, v: Mapping[str, Tensor]) -> Tensor:
+        """J v by a reverse pass for each output, which nothing but plain autograd takes part in."""
+        f, vector = self(x), self.layout.flatten(v)
+        u = _units(f)
+        with evaluating(self.model), plain_kernels():
+            rows = self._pull_loop(self.params, x, u.expand(len(f), *u.shape))
+        return (rows @ vector.to(rows)).reshape(f.shape)
+
     # -- rows of the Jacobian -------------------------------------------------------------------------------------
 
     def rows(self, x: Any) -> Tensor:
         """J(x_n) for each example, (n, ..., c, p)."""
         f = self(x)
-        outputs = f[0].numel()
-        u = torch.eye(outputs, dtype=f.dtype, device=f.device).reshape(outputs, *f.shape[1:])
+        u = _units(f)
         rows = self.pulled(x, u.expand(len(f), *u.shape))
         return rows.reshape(*f.shape, -1)
 
     @torch.inference_mode(False)
     def pulled(self, x: Any, u: Tensor, names: tuple[str, ...] | None = None) -> Tensor:
         """uᵀJ(x_n) for the cotangents of each example: u (n, k, ..., c) -> (n, k, p), for some parameters only
-        if `names` says so."""
+        if `names` says so. Batched over examples and cotangents; over examples alone, or not at all, where torch has no
+        rule for that or a wrong one."""
         names = names or self.layout.names
-        moving = {n: self.params[n] for n in names}
         with evaluating(self.model), plain_kernels():
             if "rows" not in self.route and not self.separable(x):
                 _say_slow("cannot be cut into examples", "inputs of unequal length, or outputs that mix the batch")
                 self.route["rows"] = "loop"
-            if self.route.get("rows", "vmap") == "vmap":
+            cause = ""
+            for how in ROWS[ROWS.index(self.route.get("rows", ROWS[0])) : -1]:
                 try:
-                    with warnings.catch_warnings():  # a slow batching rule is still a right one
-                        warnings.filterwarnings("ignore", message="There is a performance drop")
-                        grads = vmap(self._pull_one, in_dims=(None, tree.batch_dims(x), 0))(moving, tree.plain(x), u)
+                    found = self._pull_batched(x, u, names, how)
                 except (RuntimeError, ValueError) as error:
-                    _say_slow("cannot be batched over examples by torch.func.vmap", str(error).splitlines()[0][:200])
-                    self.route["rows"] = "loop"
+                    if out_of_memory(error):
+                        raise
+                    cause = cause or str(error).splitlines()[0][:200]
                 else:
-                    return torch.cat([grads[n].reshape(*u.shape[:2], -1) for n in names], dim=-1)
-            return self._pull_loop(moving, x, u)
+                    prove = functools.partial(self._proved_rows, x, u, names, how, found)
+                    if proof.once(self, how, (names, proof.shapes(x, u)), prove):
+                        self.route["rows"] = how
+                        return torch.cat([found[n].reshape(*u.shape[:2], -1) for n in names], dim=-1)
+                    cause = "its rules do not give the gradient that autograd gives"
+            if self.route.get("rows") != "loop":
+                _say_slow("cannot be batched over examples by torch.func.vmap", cause)
+                self.route["rows"] = "loop"
+            return self._pull_loop({n: self.params[n] for n in names}, x, u)
 
-    def _pull_one(self, moving: dict[str, Tensor], x: Any, u: Tensor) -> dict[str, Tensor]:
-        one = tree.map_tensors(lambda t: t.unsqueeze(0), x)
-        _, pull = vjp(lambda p: self.apply({**self.params, **p}, one)[0], moving)
-        return vmap(lambda cotangent: pull(cotangent)[0])(u)
+    def _proved_rows(self, x: Any, u: Tensor, names: tuple[str, ...], how: str, found: dict[str, Tensor]) -> bool:
+        return proof.rows(self, x, u, names, found, lambda at, x, u: at._pull_batched(x, u, names, how))
+
+    def _pull_batched(self, x: Any, u: Tensor, names: tuple[str, ...], how: str) -> dict[str, Tensor]:
+        """{name: (n, k, *shape)}."""
+
+        def pull_one(moving: dict[str, Tensor], x: Any, u: Tensor) -> dict[str, Tensor]:
+            one = tree.map_tensors(lambda t: t.unsqueeze(0), x)
+            _, pull = vjp(lambda p: self.apply({**self.params, **p}, one)[0], moving)
+            if how == "vmap":
+                return vmap(lambda cotangent: pull(cotangent)[0])(u)
+            columns = [pull(cotangent)[0] for cotangent in u]
+            return {n: torch.stack([column[n] for column in columns]) for n in moving}
+
+        moving = {n: self.params[n] for n in names}
+        with evaluating(self.model), plain_kernels(), any_batching_rule():
+            return vmap(pull_one, in_dims=(None, tree.batch_dims(x), 0))(moving, tree.plain(x), u)
 
     def _pull_loop(self, moving: dict[str, Tensor], x: Any, u: Tensor) -> Tensor:
         """The same without batching over examples: one example a time, or, where inputs cannot be cut into
@@ -530,6 +581,16 @@ class TangentModel:
                 ]
                 out.append(torch.stack(flat))
         return torch.stack(out)
+
+
+def _units(f: Tensor) -> Tensor:
+    """A cotangent for each output of an example: (c, ..., c)."""
+    outputs = f[0].numel()
+    return torch.eye(outputs, dtype=f.dtype, device=f.device).reshape(outputs, *f.shape[1:])
+
+
+def _pushed_alone(at: TangentModel, x: Any, v: Mapping[str, Tensor], how: str) -> Tensor:
+    return at._push(x, v, how).unsqueeze(0)
 
 
 def _say_slow(what: str, cause: str) -> None:

@@ -30,8 +30,8 @@ from lapwing.errors import InvalidValue
 from lapwing.operators import linalg
 from lapwing.posterior import condition
 from lapwing.tangent import TangentModel
+from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
-from lapwing.tangent.linearize import evaluating
 
 EXACT = 256  # parameters up to which the trace is exact
 CHUNK = 32  # vectors z that are pushed through the network at once
