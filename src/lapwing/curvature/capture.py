@@ -9,10 +9,12 @@ hooks stay, and see what they always saw.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +24,9 @@ from torch.nn.modules.conv import _ConvNd
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import ComposedRule, rule_for
 from lapwing.errors import InvalidValue
-from lapwing.tangent import TangentModel
+from lapwing.tangent import TangentModel, proof
 from lapwing.tangent.evaluating import evaluating
-from lapwing.tangent.kernels import plain_kernels
+from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
 
 T = TypeVar("T")
 
@@ -52,6 +54,7 @@ class Record:
     leaves: dict[str, Tensor]
     buffers: dict[str, Any] = field(default_factory=dict)  # of each layer: the user's may have moved on since
     handed_on: dict[str, Tensor] = field(default_factory=dict)  # copies that went on through the network
+    runs_once: bool = field(default=False, init=False)  # whether its reverse passes were seen to run no layer again
 
     @property
     def model(self) -> nn.Module:
@@ -109,25 +112,77 @@ class Record:
             return {}
         u = u.transpose(0, 1).to(self.f).reshape(u.shape[1], *self.f.shape)
         outs = [self.outputs[part.name] for part in called]
-        grads = self.reverse(lambda: self._gradients(outs, u))
+        grads = self._gradients(outs, u) if self.runs_once else self._first_gradients(outs, u)
         out = {}
         for part, g, z in zip(called, grads, outs, strict=True):
             g = z.new_zeros(len(u), *z.shape) if g is None else g
             out[part.name] = self.readers[part.name](g)
         return out
 
+    def _first_gradients(self, outs: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:
+        """The same, and whether such a pass runs layers again; where it does not, it needs none of their weights."""
+        held: list[tuple[Tensor | None, ...]] = []
+        again = self.reverse(lambda: runs_python(lambda: held.append(self._gradients(outs, u)), self.f.device))
+        self.runs_once = not again
+        return held[0]
+
     def _gradients(self, outs: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:
-        if self.columns_at_once:
-            return torch.autograd.grad(self.f, outs, u, retain_graph=True, is_grads_batched=True, allow_unused=True)
-        columns = [torch.autograd.grad(self.f, outs, one, retain_graph=True, allow_unused=True) for one in u]
+        route = self.tangent.route
+        if self.columns_at_once and route.get("columns", "vmap") == "vmap":
+            try:
+                with any_batching_rule():
+                    found = self._grad(outs, u, batched=True)
+            except RuntimeError as error:  # no batching rule
+                if out_of_memory(error):
+                    raise
+            else:
+                key = tuple(part.name for part in self.called), u.shape, proof.shapes(outs)
+                if proof.once(self.tangent, "columns", key, lambda: self._proved(outs, u, found)):
+                    return found
+            route["columns"] = "loop"
+        columns = [self._grad(outs, one) for one in u]
         return tuple(None if g[0] is None else _stack(g) for g in zip(*columns, strict=True))
 
+    def _grad(self, outs: list[Tensor], u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(self.f, outs, u, retain_graph=True, is_grads_batched=batched, allow_unused=True)
+
+    def _proved(self, outs: list[Tensor], u: Tensor, found: tuple[Tensor | None, ...]) -> bool:
+        """Whether Σ_k w_k g_k, for the gradients g_k of cotangents u_k, is autograd's of Σ_k w_k u_k."""
+        w = proof.mixture(u, 1)
+        want = self._grad(outs, torch.einsum("k,k...->...", w, u))
+        names = [part.name for part in self.called]
+        batched = {n: g for n, g in zip(names, found, strict=True) if g is not None}
+        return proof.agree(batched, dict(zip(names, want, strict=True)), w, self.tangent.eps)
+
     def reverse(self, run: Callable[[], T]) -> T:
-        """A reverse pass; where it runs layers again (checkpoints), with the weights and the mode of this run."""
-        if not self.tangent.route.get("recomputes"):
-            return run()
+        """A reverse pass with the weights and the mode of this run: it may run layers again (checkpoints)."""
         with evaluating(self.model), plain_kernels():
             return self.tangent.backward(self.leaves, run)
+
+
+def runs_python(reverse: Callable[[], Any], device: torch.device) -> bool:
+    """Whether autograd's engine calls Python in a reverse pass: checkpoints do, and functions with a backward of their
+    own. True where that cannot be seen: the engine has threads of its own, or somebody profiles."""
+    seen: set[str] = set()
+    inside = False
+
+    def look(_: FrameType, event: str, called: Any) -> None:
+        nonlocal inside
+        if event.startswith("c_") and getattr(called, "__name__", "") == "run_backward":
+            inside = event == "c_call"
+            seen.add("engine")
+        elif event == "call" and inside:
+            seen.add("python")
+
+    if device.type != "cpu" or sys.getprofile() is not None:
+        reverse()
+        return True
+    sys.setprofile(look)
+    try:
+        reverse()
+    finally:
+        sys.setprofile(None)
+    return seen != {"engine"}
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import rule_for
 from lapwing.tangent import TangentModel
-from lapwing.tangent.evaluating import evaluating
-from lapwing.tangent.kernels import plain_kernels
 
 PROBE = 4  # examples
 
@@ -38,7 +36,7 @@ def cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
 
 def _cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
     x = _few(tangent, x)
-    gradient = _gradient(tangent, x)
+    gradient = tangent.gradients(x, torch.ones_like(tangent(x)))  # None: no output depends on it
     candidates, reasons = _candidates(tangent)
     candidates = [part for part in candidates if any(gradient[n] is not None for n in part.parameters)]
     candidates, why = _called_once(tangent, candidates, x)
@@ -141,7 +139,6 @@ def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part]
         proved, why = _prove(tangent, whole, x)
         text = "its module could not be run in steps"
         return proved, why | {n: text for part in parts if part.site for n in part.parameters}
-    tangent.route["recomputes"] = _recomputes(record)
     uses = _uses(record)
     often = {part: name for part in parts for name in part.parameters if uses[name] > 1}
     loose = [] if tangent.separable(x) else [part for part in parts if not _one_row_each(record, part)]
@@ -182,26 +179,6 @@ def _run_in_steps(tangent: TangentModel, record: Record, x: Any) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _recomputes(record: Record) -> bool:
-    """Whether a reverse pass runs modules forward again, as checkpoints do."""
-    calls: list[int] = []
-    ends = [leaf for leaf in record.leaves.values() if leaf.requires_grad]
-    if not ends or not record.f.requires_grad:
-        return False
-    handles = [m.register_forward_pre_hook(lambda *_: calls.append(1)) for m in record.model.modules()]
-    zero = torch.zeros_like(record.f)
-    try:
-        with evaluating(record.model), plain_kernels():
-            record.tangent.backward(
-                record.leaves,
-                lambda: torch.autograd.grad(record.f, ends, zero, retain_graph=True, allow_unused=True),
-            )
-    finally:
-        for handle in handles:
-            handle.remove()
-    return bool(calls)
 
 
 def _proved_nearby(tangent: TangentModel, parts: list[Part], x: Any) -> list[Part]:
@@ -292,17 +269,6 @@ def _example_agrees(part: Part, view: Any, g: Tensor, e: int, truth: dict[str, T
         if not gap <= min(0.1, 1e4 * eps) * size + min(0.1, 1e3 * eps) * most + 1e-300:
             return False
     return True
-
-
-def _gradient(tangent: TangentModel, x: Any) -> dict[str, Tensor | None]:
-    """Autograd's gradient of random cotangents; None for a parameter that no output depends on."""
-    leaves = {n: p.detach().requires_grad_() for n, p in tangent.params.items()}
-    with torch.enable_grad(), evaluating(tangent.model), plain_kernels():
-        f = tangent.apply(leaves, x)
-        if not f.requires_grad:
-            return dict.fromkeys(leaves)
-        grads = torch.autograd.grad(f, list(leaves.values()), torch.ones_like(f), allow_unused=True)
-    return dict(zip(leaves, grads, strict=True))
 
 
 def explain(part: Part, model: nn.Module) -> str:
