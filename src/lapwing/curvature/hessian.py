@@ -1,7 +1,8 @@
 """The true Hessian of the negative log-likelihood, −Σ_n ∂²_θ log p(y_n | f(x_n, θ)), (p, p).
 
 It adds Σ_n score_n · ∂²_θ f to the Gauss-Newton matrix and can be indefinite away from a minimum; conditioning
-then fails with its least eigenvalue. Forward over reverse; reverse over reverse where a kernel lacks forward mode.
+then fails with its least eigenvalue. Forward over reverse, all columns at once; where torch has no rule for that, or a
+wrong one (H w of a random w is held to plain autograd), two plain reverse passes a column.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import grad, jvp, vmap
 
+from lapwing.errors import Unsupported
 from lapwing.likelihoods import Likelihood
-from lapwing.tangent import TangentModel
+from lapwing.tangent import TangentModel, proof
 from lapwing.tangent.evaluating import evaluating
-from lapwing.tangent.kernels import forward_mode_missing, plain_kernels
+from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
 
 CHUNK = 256  # columns of the Hessian made at a time
 
@@ -39,28 +41,63 @@ class HessianSum:
                 out = self.tangent.apply(self.tangent.layout.unflatten(theta), x)
                 return -self.likelihood.unit_log_prob(out.reshape(-1, out.shape[-1]), targets)[:, g].sum()
 
-            hessian = _hessian(self.tangent, loss)
+            hessian = _hessian(self.tangent, loss, proof.shapes(x))
             self.gram[g] += 0.5 * (hessian + hessian.mT)
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         return {"gram": self.gram}, ()
 
 
-def _hessian(tangent: TangentModel, loss: Any) -> Tensor:
+def _hessian(tangent: TangentModel, loss: Any, key: Any) -> Tensor:
     theta = tangent.theta
     with evaluating(tangent.model):
-        try:
-            with plain_kernels():
-                return torch.cat([_columns(loss, theta, part) for part in _units(theta).split(CHUNK)])
-        except (RuntimeError, NotImplementedError) as error:
-            if not forward_mode_missing(error):
-                raise
-            with plain_kernels(onednn=False):
-                return jacrev(grad(loss), chunk_size=CHUNK)(theta).to(torch.float64)
+        if tangent.route.get("hessian", "vmap") == "vmap":
+            try:
+                with plain_kernels(), any_batching_rule():
+                    found = torch.cat([_columns(loss, theta, part) for part in _units(theta).split(CHUNK)])
+            except (RuntimeError, NotImplementedError) as error:
+                if out_of_memory(error):
+                    raise
+            else:
+                if proof.once(tangent, "hessian", key, lambda: _proved(tangent, loss, theta, found)):
+                    return found
+            tangent.route["hessian"] = "loop"
+        return _plain(tangent, loss, theta, _units(theta))
 
 
 def _columns(loss: Any, theta: Tensor, units: Tensor) -> Tensor:
     return vmap(lambda v: jvp(grad(loss), (theta,), (v,))[1])(units).to(torch.float64)
+
+
+def _proved(tangent: TangentModel, loss: Any, theta: Tensor, found: Tensor) -> bool:
+    w = proof.mixture(_units(theta), 1)
+    want = _plain(tangent, loss, theta, w.unsqueeze(0))[0]
+    return proof.agree({"": found}, {"": want}, w.to(found), tangent.eps)
+
+
+def _plain(tangent: TangentModel, loss: Any, theta: Tensor, vectors: Tensor) -> Tensor:
+    """H v for vectors (k, p) by two reverse passes each, (k, p)."""
+    with plain_kernels(onednn=False), torch.enable_grad():
+        leaf = theta.detach().requires_grad_()
+        params = tangent.layout.unflatten(leaf)
+
+        def pull() -> Tensor:
+            value = loss(leaf)
+            (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
+            if not slope.requires_grad:  # a loss that is linear in every weight
+                return torch.zeros_like(vectors)
+            each = [torch.autograd.grad(slope, leaf, v, retain_graph=True, allow_unused=True)[0] for v in vectors]
+            return torch.stack([torch.zeros_like(leaf) if g is None else g for g in each])
+
+        try:
+            return tangent.backward(params, pull).to(torch.float64)
+        except (RuntimeError, NotImplementedError) as error:
+            if out_of_memory(error):
+                raise
+            raise Unsupported(
+                f"factor='hessian' needs second derivatives, which torch cannot take of this network: "
+                f"{str(error).splitlines()[0][:200]}; use factor='exact'"
+            ) from error
 
 
 def _units(theta: Tensor) -> Tensor:

@@ -128,11 +128,6 @@ def _bag_max(vectors: Tensor, bag: Tensor, bags: int) -> Tensor:
     return padded.gather(0, first)  # an empty bag gives zeros
 
 
-def forward_mode_missing(error: Exception) -> bool:
-    text = str(error)
-    return "forward AD" in text or "forward-mode AD" in text or "jvp" in text
-
-
 @contextmanager
 def any_batching_rule() -> Iterator[None]:
     """Without torch's warning about a slow batching rule, which is still a right one."""
