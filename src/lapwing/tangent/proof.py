@@ -112,7 +112,7 @@ def pushes(
     """Whether J(x)v, (k, n, ..., c) for v (k, p), is autograd's."""
     if found.shape[1] > MOST and tangent.separable(x):
         x, found = tree.rows_of(x, slice(0, MOST)), found[:, :MOST]
-    r = _normal(found.shape[1:], found)
+    r = normal(found.shape[1:], found)
     truth = tangent.gradients(x, r)
     if not _adjoint(tangent, v, found, r, truth):
         return False
@@ -162,7 +162,7 @@ def mixture(u: Tensor, lead: int) -> Tensor:
     """Weights w of the first `lead` dimensions of cotangents, normal over ‖u‖, and 0 where u is."""
     size = torch.linalg.vector_norm(u.flatten(lead), dim=-1)
     counts = size > torch.finfo(size.dtype).eps * size.max()  # what is smaller is rounding
-    return torch.where(counts, _normal(size.shape, size) / size, torch.zeros_like(size))
+    return torch.where(counts, normal(size.shape, size) / size, torch.zeros_like(size))
 
 
 def _coarse(eps: float) -> float:
@@ -174,7 +174,8 @@ def _fine(eps: float) -> float:
     return min(0.1, 1e3 * eps)
 
 
-def _normal(shape: Any, like: Tensor) -> Tensor:
+def normal(shape: Any, like: Tensor) -> Tensor:
+    """Standard normal numbers of a seed of their own."""
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return noise.to(like)
 

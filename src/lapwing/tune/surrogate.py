@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from lapwing.data import passes
 from lapwing.errors import InvalidValue
 from lapwing.operators import linalg
 from lapwing.posterior import condition
-from lapwing.tangent import TangentModel
+from lapwing.tangent import TangentModel, proof
 from lapwing.tangent.evaluating import evaluating
-from lapwing.tangent.kernels import plain_kernels
+from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
 
 EXACT = 256  # parameters up to which the trace is exact
 CHUNK = 32  # vectors z that are pushed through the network at once
@@ -46,21 +47,87 @@ class Surrogate:
 
     def __call__(self, eta: Mapping[str, Tensor], x: Any, y: Tensor) -> Tensor:
         """L(η) of a batch, 0-dim float64, differentiable in η."""
-        moved = replace(self.tangent, constants={**self.tangent.constants, **eta})
-        vectors = self.tangent.layout.unflatten(self.z.to(self.tangent.dtype))
-
-        def push(v: dict[str, Tensor]) -> Tensor:
-            return jvp(lambda p: moved.apply(p, x), (self.tangent.params,), (v,))[1]
-
+        moved = self._at(eta)
         with evaluating(self.tangent.model), plain_kernels():
             f = moved.apply(self.tangent.params, x)
-            pushed = vmap(push, chunk_size=CHUNK)(vectors)  # J z (r, n, ..., c)
+            pushed = self._pushed(moved, eta, x, f)  # J z (r, n, ..., c)
         flat, targets = flat_outputs(f), flat_targets(f, y)
         S = self.likelihood.curvature_root(flat, targets)  # (m, c, k)
         columns = torch.einsum("mck,rmc->rmk", S, pushed.reshape(len(pushed), *flat.shape).to(S))
         weights = self.likelihood.curvature_weights("exact").to(flat.device)
         quadratic = (columns.double().square() * weights).sum()
         return self.likelihood.log_prob(flat, targets).double().sum() - 0.5 * self.weight * quadratic
+
+    def gradient(self, eta: Mapping[str, Tensor], x: Any, y: Tensor) -> tuple[Tensor | None, ...]:
+        """∂η L of a batch; None for what the outputs do not depend on."""
+        run = lambda: torch.autograd.grad(self(eta, x, y), list(eta.values()), allow_unused=True)  # noqa: E731
+        with evaluating(self.tangent.model), plain_kernels(), torch.enable_grad():
+            return self._at(eta).backward(self.tangent.params, run)
+
+    def _at(self, eta: Mapping[str, Tensor]) -> TangentModel:
+        return replace(self.tangent, constants={**self.tangent.constants, **eta})
+
+    def _pushed(self, moved: TangentModel, eta: Mapping[str, Tensor], x: Any, f: Tensor) -> Tensor:
+        """Forward mode, all vectors at once; by reverse passes where torch has no rule for that, or a wrong one."""
+        if self.tangent.route.get("surrogate", "vmap") == "vmap":
+            try:
+                found = self._forward(moved, x)
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                if out_of_memory(error):
+                    raise
+            else:
+                prove = partial(self._proved, moved, eta, x, f, found)
+                if proof.once(self.tangent, "surrogate", (tuple(eta), proof.shapes(x, self.z)), prove):
+                    return found
+            self.tangent.route["surrogate"] = "reverse"
+        return self._reverse(moved, x)
+
+    def _forward(self, moved: TangentModel, x: Any) -> Tensor:
+        vectors = self.tangent.layout.unflatten(self.z.to(self.tangent.dtype))
+
+        def push(v: dict[str, Tensor]) -> Tensor:
+            return jvp(lambda p: moved.apply(p, x), (self.tangent.params,), (v,))[1]
+
+        with any_batching_rule():
+            return vmap(push, chunk_size=CHUNK)(vectors)
+
+    def _reverse(self, moved: TangentModel, x: Any) -> Tensor:
+        """J z as the derivative of u ↦ (Jᵀu)ᵀz, for each z."""
+        vectors = self.tangent.layout.unflatten(self.z.to(self.tangent.dtype))
+        with torch.enable_grad():
+            leaves = {n: p.detach().requires_grad_() for n, p in self.tangent.params.items()}
+            f = moved.apply(leaves, x)
+            u = torch.zeros_like(f, requires_grad=True)
+            grads = torch.autograd.grad(f, list(leaves.values()), u, create_graph=True, allow_unused=True)
+            pulled = {n: g for n, g in zip(leaves, grads, strict=True) if g is not None and g.requires_grad}
+            if not pulled:
+                return torch.zeros_like(f).expand(len(self.z), *f.shape)
+            each = [
+                torch.stack([(g * vectors[n][k]).sum() for n, g in pulled.items()]).sum() for k in range(len(self.z))
+            ]
+            return torch.stack([torch.autograd.grad(one, u, create_graph=True)[0] for one in each])
+
+    def _proved(self, moved: TangentModel, eta: Mapping[str, Tensor], x: Any, f: Tensor, found: Tensor) -> bool:
+        """Whether s = rᵀJ(η)(Σ_k w_k z_k), for random r and w, has autograd's value and derivatives in η."""
+        w, r = proof.mixture(self.z, 1).to(f), proof.normal(f.shape, f)
+        along = self.tangent.layout.unflatten(w @ self.z.to(w))
+        leaves = {n: p.detach().requires_grad_() for n, p in self.tangent.params.items()}
+        grads = torch.autograd.grad(
+            moved.apply(leaves, x), list(leaves.values()), r, create_graph=True, allow_unused=True
+        )
+        want = sum((g * along[n]).sum() for n, g in zip(leaves, grads, strict=True) if g is not None)
+        mine, truth = (self._slopes(one, eta) for one in (torch.einsum("k,kn...,n...->", w, found, r), want))
+        one = torch.ones(1, dtype=f.dtype, device=f.device)
+        return proof.agree({n: g.unsqueeze(0) for n, g in mine.items()}, truth, one, self.tangent.eps)
+
+    @staticmethod
+    def _slopes(value: Any, eta: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A value and its derivatives in η."""
+        found: Any = (None,) * len(eta)
+        if isinstance(value, Tensor) and value.requires_grad:
+            found = torch.autograd.grad(value, list(eta.values()), retain_graph=True, allow_unused=True)
+        slopes = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(eta.items(), found, strict=True)}
+        return {**slopes, "": torch.as_tensor(value).detach()}
 
 
 def surrogate(state: State, prior: Any, likelihood: Any, probes: int, generator: torch.Generator) -> Surrogate:
@@ -104,12 +171,11 @@ def slope(
 
 
 def _gradient(objective: Surrogate, eta: dict[str, Tensor], x: Any, y: Tensor) -> dict[str, Tensor]:
-    with torch.enable_grad():
-        grads = torch.autograd.grad(objective(eta, x, y), list(eta.values()), allow_unused=True)
+    grads = objective.gradient(eta, x, y)
     unused = [name for name, grad in zip(eta, grads, strict=True) if grad is None]
     if unused:
         raise InvalidValue(f"the network's outputs do not depend on {unused}; leave them out of hyperparameters=")
-    return dict(zip(eta, grads, strict=True))
+    return {name: grad for name, grad in zip(eta, grads, strict=True) if grad is not None}
 
 
 @torch.inference_mode(False)
