@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import lapwing as lw
+from lapwing.curvature.capture import Capture
 
 
 class Checkpointed(nn.Module):
@@ -203,3 +204,36 @@ def test_a_profiler_is_left_alone() -> None:
         sys.setprofile(None)
     close(found.covariance, fitted("plain", "kron", "all").predict(x).covariance)
     assert calls
+
+
+class Convolved(nn.Module):
+    """Convolutions are pulled back through one cotangent at a time: several reverse passes of one run."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self.on, self.conv, self.last = on, nn.Conv1d(1, 3, 2), nn.Linear(9, 3)
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.conv(x.unsqueeze(1))).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x))
+
+
+@pytest.mark.parametrize("subset", ["all", ["conv.*"], ["last.*"]], ids=str)
+@pytest.mark.parametrize("structure", ["kron", "diag", "ekfac"])
+def test_every_reverse_pass_runs_layers_at_the_weights_of_the_fit(structure: str, subset: Any) -> None:
+    (x, y), nets = data()[1], []
+    for on in (True, False):
+        torch.manual_seed(0)
+        nets.append(Convolved(on).double())
+    one, two = (lw.laplace(net, (x, y), "categorical", structure=structure, subset=subset) for net in nets)
+    with torch.no_grad():
+        for p in nets[0].parameters():
+            p.mul_(3)
+    close(one.predict(x).covariance, two.predict(x).covariance)
+    found, want = (Capture(la.tangent, la.state.parts).run(x) for la in (one, two))
+    for seed in range(3):
+        u = torch.randn(len(x), 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        for name, g in want.pull(u).items():
+            close(found.pull(u)[name], g)
