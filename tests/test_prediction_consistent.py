@@ -386,3 +386,22 @@ def test_a_quantile_beyond_all_floats_is_told() -> None:
     p = lw.Prediction(Poisson(), torch.zeros(1, 1).double(), torch.full((1, 1, 1), 1e12).double())
     with pytest.raises(lw.errors.NotConverged, match="raise the prior precision"):
         p.quantile(0.9)
+
+
+def test_a_noise_whose_square_is_beyond_float64_is_refused() -> None:
+    for noise in (1e-200, 1e200):
+        with pytest.raises(lw.errors.InvalidValue, match=r"noise .* between 1e-150 and 1e150"):
+            Gaussian(noise)
+        with pytest.raises(lw.errors.InvalidValue, match=r"scale .* between 1e-150 and 1e150"):
+            StudentT(noise)
+    mean, cov = outputs(0, 2, 1.0)
+    with pytest.raises(lw.errors.NotPositiveDefinite, match=r"5 of 5 inputs.*larger noise"):
+        lw.Prediction(Vanishing(), mean, 0 * cov).log_prob(mean)
+
+
+@dataclass(frozen=True)
+class Vanishing(Gaussian):
+    """No noise at all."""
+
+    def noise_covariance(self, f: Tensor) -> Tensor:
+        return f.new_zeros(*f.shape, f.shape[-1])
