@@ -107,7 +107,8 @@ def evidence(loader: DataLoader, test: Data, how: dict[str, Any], epochs: int, s
     print(f"\n{online.history}")
     last, best = score(net, test), online.restore()
     la = online.laplace()
-    bayes = torch.cat([la.predict(x).log_prob(y) for x, y in zip(test[0].split(500), test[1].split(500), strict=True)])
+    pieces = zip(test[0].split(500), test[1].split(500), strict=True)
+    bayes = torch.cat([la.predict(x, link="probit").log_prob(y) for x, y in pieces])
     return {
         "seconds": seconds,
         "seconds_of_plain_training": beside,

@@ -24,10 +24,10 @@ from tqdm import tqdm
 import lapwing as lw
 
 LINKS = {  # of the four, none wins everywhere: the table shows them all
-    "bridge": "Laplace, bridge",
-    "probit": "Laplace, probit (default)",
+    "auto": "Laplace (default)",
+    "probit": "Laplace, probit",
     "probit_centered": "Laplace, probit_centered",
-    "monte_carlo": "Laplace, monte_carlo",
+    "bridge": "Laplace, bridge",
 }
 PRIOR = 1.0  # precision that both networks are trained with, and lapwing's default
 

@@ -44,7 +44,7 @@ STYLE = {
 SHOWN = {
     "MAP": (VERMILION, "s", "--"),
     "Laplace, bridge": (GREEN, "^", "-"),
-    "Laplace, probit (default)": (BLUE, "o", "-"),
+    "Laplace (default)": (BLUE, "o", "-"),
 }
 
 

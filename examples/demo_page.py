@@ -19,9 +19,9 @@ CAPTIONS = {
         "Are the probabilities right?",
         "Seven digit classes, half of the images for training. A point on the diagonal is right as often as it says; "
         "its size is the share of predictions (bins of fewer than ten are left out). On clean digits the trained "
-        "network is already well calibrated, and the probit link makes it too modest; the bridge keeps it where it "
-        "is. Move the same images by one pixel and the trained network is wrong and certain, and the bridge with it; "
-        "the probit link is not. No link wins both.",
+        "network is already well calibrated, and the mean over the posterior is too modest; the bridge keeps it where "
+        "it is. Move the same images by one pixel and the trained network is wrong and certain, and the bridge with "
+        "it; the mean over the posterior is not. No link wins both.",
     ),
     "unknown": (
         "Classes that it never saw",

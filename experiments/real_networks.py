@@ -16,6 +16,7 @@ again replace their entries in `results/real_networks.json`, and the tables of `
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import importlib.util
 import json
@@ -127,6 +128,7 @@ def of_laplace(la: lw.Laplace, batches: list[Any]) -> tuple[Tensor, Tensor]:
     out, halves = [], []
     for x, y in map(split, batches):
         pred = la.predict(x)
+        pred = pred if pred.outputs is not None else dataclasses.replace(pred, link="probit")  # what the record is of
         out.append(answers(pred.probs, pred.log_prob(y), y))
         if pred.outputs is not None:
             draws = [

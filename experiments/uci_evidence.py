@@ -349,7 +349,7 @@ def class_run(load: Callable[[int], tuple[Data, Data, Callable[[], nn.Sequential
     la = lw.laplace(net, train, "categorical")
 
     def scored(model: lw.Laplace, data: Data) -> dict[str, float]:
-        probs = torch.cat([model.predict(x).probs for x in data[0].split(250)])
+        probs = torch.cat([model.predict(x, link="probit").probs for x in data[0].split(250)])
         return class_scores(probs, data[1])
 
     with torch.no_grad():

@@ -206,10 +206,36 @@ def test_derivatives_that_are_not_finite(structure: str) -> None:
     model = Kinked().double()
     with torch.no_grad():
         model.a.weight[0], model.a.bias[0] = 0.0, 0.0
-    with refused(model, "NaN or infinite", lw.errors.LapwingError):
+    named = "" if structure in ("dual",) else r".*a derivative that is not finite, by a\.weight and 1 more"
+    with refused(model, "NaN or infinite" + named, lw.errors.LapwingError):
         lw.laplace(model, regression(20), "gaussian", structure=structure_of(structure)).log_evidence()
     la = lw.laplace(model, regression(20), "gaussian", structure=structure_of(structure), subset=["b.*"])
     assert torch.isfinite(la.log_evidence())
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "ekfac", "lowrank", "matrix_free"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_overflow_is_told_from_derivatives_that_are_not_finite(structure: str, dtype: torch.dtype) -> None:
+    """Inputs whose squares are beyond the dtype; their derivatives are finite."""
+    size, y = torch.finfo(dtype).max ** 0.6, torch.randn(20, 2, dtype=dtype)
+    model, x = nn.Linear(3, 2).to(dtype), size * torch.randn(20, 3, dtype=dtype)
+    with torch.no_grad():
+        model.weight /= size
+    wider = "network.double" if dtype == torch.float32 else "the noise$"
+    with refused(model, f"overflow {str(dtype)[6:]}, which ends at .*; scale the inputs.*{wider}"):
+        lw.laplace(model, (x, y), "gaussian", structure=structure)
+    if dtype == torch.float32:
+        la = lw.laplace(model.double(), (x.double(), y.double()), "gaussian", structure="kron")
+        assert torch.isfinite(la.log_evidence())
+
+
+def test_sums_that_overflow_when_states_are_added_are_told() -> None:
+    model, x = nn.Linear(3, 2), 1.2e19 * torch.ones(1, 3)
+    with torch.no_grad():
+        model.weight /= 1e19
+    la = lw.laplace(model, (x, torch.zeros(1, 2)), "gaussian", structure="kron")
+    with refused(model, "overflow float32.* or the network has a derivative"):
+        lw.from_state(la.state + la.state + la.state, model, 1.0, "gaussian")
 
 
 def structure_of(name: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -428,6 +429,51 @@ def test_all_kinds_of_prediction_get_the_same_sets():
 # -- Predictions -------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Broken(lw.likelihoods.Poisson):
+    """NaN wherever f < 0."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.where(f[..., 0] < 0, math.nan, -f[..., 0])
+
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.where(f < 0, math.nan, super().cdf(f, y))
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.ones_like(f)
+
+
+def test_nan_is_an_error_that_counts_and_never_a_score():
+    f = torch.tensor([[-5.0], [5.0], [-4.0]], dtype=torch.float64)
+    pred, y = lw.Prediction(Broken(), f, torch.full((3, 1, 1), 1e-6).double()), torch.ones(3, 1).double()
+    with pytest.raises(InvalidValue, match="2 of 3 scores are NaN"):
+        m.nll(pred, y)
+    with pytest.raises(InvalidValue, match="2 of 3 scores are NaN"):
+        m.nll(pred, y, each=True)
+    with pytest.raises(InvalidValue, match="2 of 3 values of F are NaN"):
+        m.pit(pred, y)
+    p = torch.full((4, 2), 0.5).double()
+    p[1] = math.nan
+    with pytest.raises(InvalidValue, match="the probabilities hold 2 NaN or infinite values of 8"):
+        m.nll(p, torch.zeros(4).long())
+
+
+def test_what_had_no_probability_has_an_infinite_nll():
+    """Minus infinity is a log-probability; by a Prediction as by a table."""
+    f = torch.tensor([[0.0, 0.0], [0.0, -math.inf]], dtype=torch.float64)
+    certain = lw.Prediction(Impossible(), f.nan_to_num(neginf=-1.0), torch.zeros(2, 2, 2).double())
+    assert m.nll(certain, torch.tensor([1, 1]), each=True).tolist() == pytest.approx([math.log(2), math.inf])
+    assert m.nll(f.softmax(-1), torch.tensor([1, 1])) == math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Impossible(lw.likelihoods.Categorical):
+    """Class 1 has no probability where its logit is −1 or less."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(torch.where(f <= -1, -math.inf, f), y)
+
+
 def test_a_prediction_scores_as_its_parts_do(predictions):
     pred, y = predictions["categorical"]
     for metric in (m.nll, m.brier, m.accuracy, m.ece):
@@ -435,7 +481,10 @@ def test_a_prediction_scores_as_its_parts_do(predictions):
     pred, y = predictions["bernoulli"]
     two = torch.stack([1 - pred.probs, pred.probs], -1)
     assert m.nll(pred, y, each=True).shape == (11,)
-    assert_close(m.nll(pred, y, each=True), m.nll(two, y, each=True).sum(-1), rtol=0, atol=1e-10)
+    assert_close(m.nll(pred, y, each=True), -pred.log_prob(y))  # labels depend on each other through f
+    probit = dataclasses.replace(pred, link="probit")  # and not where a link gives their means
+    both = torch.stack([1 - probit.probs, probit.probs], -1)
+    assert_close(m.nll(probit, y, each=True), m.nll(both, y, each=True).sum(-1), rtol=0, atol=1e-10)
     for metric in (m.brier, m.accuracy, m.ece):
         assert metric(pred, y) == pytest.approx(metric(two, y), abs=1e-12)
         assert metric(pred, y.double()) == metric(pred, y)
@@ -594,7 +643,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "draws alone": (lambda: m.crps(G[0], T), "s ≥ 2"),
     "only known": (lambda: m.auroc(G[0], G[0][:0]), "unknown inputs are empty"),
     "only unknown": (lambda: m.fpr95(G[0][:0], G[0]), "known inputs are empty"),
-    "nan score": (lambda: m.auroc(G[0] * math.nan, G[0]), "known inputs hold NaN"),
+    "nan score": (lambda: m.auroc(G[0] * math.nan, G[0]), r"known inputs hold \d+ NaN"),
     "scores an output": (lambda: m.auroc(P, P), "one number an example"),
     "losses too few": (lambda: m.aurc(G[0], G[1][:2]), "6 uncertainties and 2 losses"),
     "unpaired": (lambda: m.paired(G[0], G[1][:2]), "same examples"),

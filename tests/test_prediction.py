@@ -83,8 +83,7 @@ def test_the_law_of_total_variance(kind: str, via: str, joint: bool) -> None:
         close(prediction.std, prediction.total.sqrt(), 1e-12)
         assert (prediction.epistemic > 0).all()
         if kind in CLASS_LIKELIHOODS:  # a binary variable: its variance is that of its mean
-            mean = prediction.mean if via == "network" else la.predict(new, link="monte_carlo", joint=joint).mean
-            close(prediction.total, mean * (1 - mean), 1e-12)
+            close(prediction.total, prediction.mean * (1 - prediction.mean), 1e-12)
         else:
             close(prediction.aleatoric, la.likelihood.noise.square().expand(4, 3), 1e-12)
             close(prediction.mean, prediction.f_mean, 1e-12)
@@ -257,11 +256,11 @@ def test_only_probit_counts_the_variance_of_a_common_shift() -> None:
     assert change("probit", 5.0) > 0.05
 
 
-def test_auto_is_probit_for_classes_and_exact_for_regression() -> None:
+def test_auto_is_the_mean_over_nodes_for_classes_and_exact_for_regression() -> None:
     new = draw(4, 3)
     for kind in CLASS_LIKELIHOODS:
         la = fitted(kind)
-        close(la(new).mean, la.predict(new, link="probit").mean, 0.0)
+        close(la(new).mean, la.predict(new, link="monte_carlo").mean, 0.0)
         close(la(new).probs, la(new).mean, 0.0)
     la = fitted("gaussian")
     close(la(new).mean, la.predict(new, link="exact").mean, 0.0)
@@ -329,8 +328,8 @@ def test_bernoulli_log_prob_is_that_of_the_dependent_outputs_or_of_their_means()
     cov = cov + 4.0  # strongly dependent
     likelihood = CLASS_LIKELIHOODS["bernoulli"]
     p = brute_force(mean, cov).sigmoid()
-    probit = lw.Prediction(likelihood, mean, cov)
-    drawn = lw.Prediction(likelihood, mean, cov, "monte_carlo")
+    probit = lw.Prediction(likelihood, mean, cov, "probit")
+    drawn = lw.Prediction(likelihood, mean, cov)
     every = [torch.tensor(bits).expand(4, 3) for bits in itertools.product((0, 1), repeat=3)]
     close(torch.stack([probit.log_prob(y) for y in every]).exp().sum(0), torch.ones(4, dtype=torch.float64))
     close(torch.stack([drawn.log_prob(y) for y in every]).exp().sum(0), torch.ones(4, dtype=torch.float64))
@@ -425,7 +424,7 @@ def test_class_samples_have_the_predictive_frequencies(kind: str) -> None:
     samples = la.predict(new).sample(s)
     assert samples.shape == ((s, 4) if kind == "categorical" else (s, 4, 3))
     every = torch.nn.functional.one_hot(samples, 3) if kind == "categorical" else samples
-    truth = la.predict(new, link="monte_carlo").mean
+    truth = la.predict(new).mean
     torch.testing.assert_close(every.double().mean(0), truth, rtol=0.0, atol=5 * 0.5 / math.sqrt(s) + 0.005)
 
 

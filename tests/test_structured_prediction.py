@@ -370,7 +370,7 @@ def test_classes_by_the_probit_link(structure: str) -> None:
     la = lw.laplace(network("images"), (inputs(7, 1), integers(3, 7)), "categorical", structure=STRUCTURES[structure])
     x, J = rows("images", 4, 2)
     variance = torch.einsum("ncp,pq,ncq->nc", J, torch.linalg.inv(linalg.to_dense(la.posterior.precision)), J)
-    close(la.predict(x).probs, torch.softmax(la.tangent(x) / (1 + math.pi / 8 * variance).sqrt(), -1))
+    close(la.predict(x, link="probit").probs, torch.softmax(la.tangent(x) / (1 + math.pi / 8 * variance).sqrt(), -1))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -31,6 +31,7 @@ from lapwing.center import Center, Jacobian, read, tangent_map
 from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, State, accumulate, probe
 from lapwing.curvature.matrix_free import source
+from lapwing.curvature.overflow import check_sums
 from lapwing.data import Joined, dropped, inputs_of, ranks_of
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
@@ -218,7 +219,7 @@ class Laplace:
             basis=self.state if self.state.basis else None,
         )
         data = None if self.data is None else Joined((self.data, added))
-        state = self.state + _finite(more)
+        state = check_sums(self.state + more)
         return replace(self, state=state, prior=placed(self.prior, state), tuning=None, data=data, at=None)
 
     @torch.inference_mode(False)
@@ -238,7 +239,7 @@ class Laplace:
             progress=progress,
             basis=self.state if self.state.basis else None,
         )
-        state = curvature.without(self.state, _finite(gone))
+        state = curvature.without(self.state, gone)
         return replace(self, state=state, prior=self._placed_without(state), tuning=None, data=None, at=None)
 
     def _placed_without(self, state: State) -> Any:
@@ -589,7 +590,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None,
 
 
 def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:
-    likelihood = _served(_finite(state), likelihood)
+    likelihood = _served(check_sums(state), likelihood)
     frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in state.layout.shapes)
     return Laplace(state, placed(prior, state), likelihood, memory_budget=budget, frozen=frozen)
 
@@ -600,16 +601,6 @@ def _sourced(state: State, likelihood: likelihoods.Likelihood, data: Any) -> Sta
         return state
     budget = state.structure.memory_budget
     return replace(state, source=source(state, likelihood, state.weights, data, budget))
-
-
-def _finite(state: State) -> State:
-    if not all(bool(torch.isfinite(t).all()) for t in state.sums.values()):
-        raise InvalidValue(
-            "the curvature holds NaN or infinite values, though the outputs do not: the network has a derivative that "
-            "is not finite (a square root or a norm at zero, an infinite buffer); change that layer or leave it out "
-            "with subset="
-        )
-    return state
 
 
 def _served(state: State, likelihood: likelihoods.Likelihood) -> likelihoods.Likelihood:

@@ -22,6 +22,7 @@ from lapwing import data as loading
 from lapwing import tree
 from lapwing.curvature.checkpoint import Checkpoint, Journal, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
+from lapwing.curvature.overflow import check_sums
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State, merged
 from lapwing.distributed import Ranks
@@ -138,9 +139,10 @@ def accumulate(
         raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
     place = as_checkpoint(checkpoint, every)
     if hasattr(structure, "streamed"):  # it keeps a reference to the data, and no sums of its own
-        return structure.streamed(
+        state = structure.streamed(
             tangent, likelihood, batches, generator=generator, progress=progress, seen=seen, checkpoint=place
         )
+        return check_sums(state, batches)
     one = Pass(structure, tangent, likelihood, batches, factor, generator, progress, seen)
     journal = None if place is None else one.journal(place, basis)
     if first is not None:
@@ -163,7 +165,7 @@ def accumulate(
     likelihood.check(state.statistics)
     if journal is not None:
         journal.done()
-    return state
+    return check_sums(state, batches)
 
 
 @dataclass(frozen=True, eq=False)

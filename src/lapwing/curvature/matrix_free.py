@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lapwing import data as loading
 from lapwing import tree
+from lapwing.curvature import overflow
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe, accumulate, flat_outputs
 from lapwing.curvature.checkpoint import Checkpoint
 from lapwing.curvature.factor import Factor
@@ -126,9 +127,15 @@ class DataRoot:
         carry(self.tangent, x, v, middle, total)
         squares += torch.cat(found)
         if not bool(torch.isfinite(total.sum())):
+            names, largest = overflow.not_finite(self.tangent, x), float(v.abs().max())
+            why = (
+                overflow.told(names, self.tangent)
+                if names
+                else f"a product with numbers up to {largest:.2g} overflows; raise the prior precision, or "
+                + overflow.remedy(self.tangent)
+            )
             raise InvalidValue(
-                f"NaN or infinite values in batch {self.counter['batch']} of pass {self.passes} over the data: the "
-                "network has a derivative there that is not finite, or the inputs changed; check that batch"
+                f"NaN or infinite values in batch {self.counter['batch']} of pass {self.passes} over the data: {why}"
             )
 
     def _weighted(self, f: Tensor, y: Tensor, jv: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ def _link(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> Iterator
         elif bool((torch.logsumexp(f, -1).abs() < 10 * rounding).all()):
             message = (
                 "the outputs are log-probabilities (log_softmax is applied); curvature and evidence are the same, but "
-                "the probit link sees other variances: prefer logits, or predict with link='probit_centered'"
+                "link='probit' sees other variances: prefer logits, the default link, or link='probit_centered'"
             )
             yield Finding("note", "likelihood", message)
     if likelihood.response == "sigmoid" and bool(((f >= 0) & (f <= 1)).all()):

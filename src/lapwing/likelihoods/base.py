@@ -266,6 +266,15 @@ def as_positive(name: str, given: Any) -> Tensor:
     return value
 
 
+def check_deviation(name: str, value: Tensor) -> None:
+    """A standard deviation has a variance and a precision, so its square and their inverse must be float64 too."""
+    if not bool(((value > 1e-150) & (value < 1e150)).all()):
+        raise InvalidValue(
+            f"{name} is a standard deviation between 1e-150 and 1e150, got {value.tolist()}; its square is beyond "
+            "float64: scale the targets"
+        )
+
+
 def check_same_shape(f: Tensor, y: Tensor) -> None:
     """One target for each output."""
     if y.shape != f.shape:

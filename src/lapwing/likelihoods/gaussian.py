@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
+from lapwing.likelihoods.base import Likelihood, check_deviation, check_real, standard_normal
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Gaussian(Likelihood):
     normal: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     noise: Tensor | float = 1.0  # σ, () or (c,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_deviation("noise", self.sigma)
 
     @property
     def per_output(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
+from lapwing.likelihoods.base import Likelihood, check_deviation, check_real, standard_normal
 from lapwing.likelihoods.special import student_tail
 
 
@@ -30,6 +30,10 @@ class StudentT(Likelihood):
     elementwise: ClassVar[bool] = True
     scale: Tensor | float = 1.0  # s, () or (c,)
     df: Tensor | float = 4.0  # ν, () or (c,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_deviation("scale", self.s)
 
     @property
     def s(self) -> Tensor:

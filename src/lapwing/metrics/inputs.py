@@ -120,9 +120,20 @@ def vector(values: Any, what: str) -> Tensor:
 
 def finite(values: Any, what: str) -> Tensor:
     values = tensor(values, what)
-    if values.is_complex() or not bool(torch.isfinite(values).all()):
-        raise InvalidValue(f"{what} hold NaN, infinite or complex values; give finite real numbers")
+    if values.is_complex():
+        raise InvalidValue(f"{what} are complex; give real numbers")
+    bad = int((~torch.isfinite(values)).sum())
+    if bad:
+        raise InvalidValue(f"{what} hold {bad} NaN or infinite values of {values.numel()}; give finite real numbers")
     return values
+
+
+def no_nan(scores: Tensor, what: str) -> Tensor:
+    """Scores may be infinite (the NLL of what had probability 0); NaN is none."""
+    bad = int(scores.isnan().sum())
+    if bad:
+        raise InvalidValue(f"{bad} of {scores.numel()} {what} are NaN: the prediction says nothing there; look at it")
+    return scores
 
 
 def tensor(values: Any, what: str) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue
 from lapwing.metrics import ranked
-from lapwing.metrics.inputs import Gaussians, check_drawn, check_targets, refuse_classes, response
+from lapwing.metrics.inputs import Gaussians, check_drawn, check_targets, no_nan, refuse_classes, response
 from lapwing.metrics.scores import mean_or_each
 from lapwing.predictive import Prediction
 
@@ -51,7 +51,7 @@ def pit(predicted: Prediction | Gaussians | Tensor, y: Tensor) -> Tensor:
     """F(y) of each output, of y's shape."""
     if isinstance(predicted, Prediction) and not predicted.gaussian and predicted.has_cdf:
         check_drawn(predicted, y)
-        return _distribution(predicted, y.to(predicted.f_mean.device, torch.float64))
+        return no_nan(_distribution(predicted, y.to(predicted.f_mean.device, torch.float64)), "values of F")
     given = response(predicted, y)
     if isinstance(given, tuple):
         mean, std = given
@@ -72,7 +72,8 @@ def interval(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) ->
         raise InvalidValue(f"the level of an interval lies strictly between 0 and 1, got {level}")
     if isinstance(predicted, Prediction):
         refuse_classes(predicted)
-        return predicted.quantile((1 - level) / 2).double(), predicted.quantile((1 + level) / 2).double()
+        low, high = (predicted.quantile(q).double() for q in ((1 - level) / 2, (1 + level) / 2))
+        return no_nan(low, "lower ends"), no_nan(high, "upper ends")
     given = response(predicted)
     if isinstance(given, tuple):
         mean, std = given

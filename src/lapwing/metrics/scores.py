@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.metrics.inputs import Gaussians, class_probs, finite, response, tensor
+from lapwing.metrics.inputs import Gaussians, class_probs, finite, no_nan, response, tensor
 from lapwing.predictive import Prediction
 from lapwing.solvers.estimate import FEWEST, Estimate, mean_of
 
@@ -76,4 +76,5 @@ def paired(a: Tensor, b: Tensor) -> Estimate:
 
 
 def mean_or_each(scores: Tensor, each: bool) -> float | Tensor:
-    return scores.detach() if each else float(scores.detach().mean())
+    scores = no_nan(scores.detach(), "scores")
+    return scores if each else float(scores.mean())

@@ -32,18 +32,22 @@ DRAWS = 512
 
 
 def resolve(likelihood: Likelihood, link: str) -> str:
-    """The link that is meant; "auto" is the first that the likelihood has."""
-    if likelihood.response == "identity":
-        offered: tuple[str, ...] = ("exact",)
-    else:
-        drawn = ("delta", "monte_carlo") if likelihood.normal else ("monte_carlo",)
-        offered = (*CLOSED.get(likelihood.response, {}), *drawn)
+    """The link that is meant; "auto" has all fields from one set of nodes, or from one Gaussian where y is one."""
+    offered = rules(likelihood)
     if link == "auto":
-        return offered[0]
+        return next(name for name in offered if name in ("exact", "delta", "monte_carlo"))
     if link not in offered:
         known = ", ".join(repr(name) for name in ("auto", *offered[:-1]))
         raise Unsupported(f"link={link!r} has no rule for {likelihood.name}; it has {known} and {offered[-1]!r}")
     return link
+
+
+def rules(likelihood: Likelihood) -> tuple[str, ...]:
+    """The links that the likelihood has."""
+    if likelihood.response == "identity":
+        return ("exact",)
+    drawn = ("delta", "monte_carlo") if likelihood.normal else ("monte_carlo",)
+    return (*CLOSED.get(likelihood.response, {}), *drawn)
 
 
 def closed_form(likelihood: Likelihood, link: str, mean: Tensor, cov: Tensor) -> Tensor | None:
@@ -71,24 +75,25 @@ def _mean_field(mean: Tensor, cov: Tensor) -> Tensor:
 
 
 def _shrunk(mean: Tensor, cov: Tensor) -> Tensor:
-    return mean / torch.sqrt(1 + math.pi / 8 * cov.diagonal(dim1=-2, dim2=-1))
+    return mean / torch.sqrt(1 + math.pi / 8 * cov.diagonal(dim1=-2, dim2=-1).clamp(min=0))
 
 
 def _bridge(mean: Tensor, cov: Tensor) -> Tensor:
-    """α_k = (1 − 2/c + c⁻² Σ_l exp(f_k − f_l)) / V_kk on the plane Σ f = 0; E[p] = α / Σ α."""
-    c, eps = mean.shape[-1], torch.finfo(cov.dtype).eps
+    """α_k = (1 − 2/c + c⁻² Σ_l exp(f_k − f_l)) / V_kk on the plane Σ f = 0; E[p] = α / Σ α, by logarithms of α."""
+    c, eps, tiny = mean.shape[-1], torch.finfo(cov.dtype).eps, torch.finfo(cov.dtype).tiny
+    cov = cov / cov.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None].clamp(min=tiny)  # E[p] sees ratios
     var, row, total = cov.diagonal(dim1=-2, dim2=-1), cov.sum(-1), cov.sum((-1, -2)).unsqueeze(-1)
     flat = total <= 10 * c * eps * var.sum(-1, keepdim=True)  # a common shift that does not vary: only center it
     gain = torch.where(flat, 1 / c, row / torch.where(flat, 1, total))
     mean = mean - gain * mean.sum(-1, keepdim=True)
     var = torch.where(flat, var, var - gain * row)
-    var = (var / var.amax(-1, keepdim=True).clamp(min=torch.finfo(cov.dtype).tiny)).clamp(min=eps)  # E[p] sees ratios
-    log_sum = torch.logsumexp(-mean, -1, keepdim=True)
-    alpha = (1 - 2 / c + torch.exp(mean + log_sum) / c**2) / var
-    return alpha / alpha.sum(-1, keepdim=True)
+    var = (var / var.amax(-1, keepdim=True).clamp(min=tiny)).clamp(min=eps)
+    log_sum = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(c)
+    least = torch.log(torch.full_like(log_sum, 1 - 2 / c))  # −∞ for two classes
+    return torch.softmax(torch.logaddexp(least, log_sum) - var.log(), -1)
 
 
-# by how E[y|f] comes from f; the first is what "auto" means
+# by how E[y|f] comes from f
 CLOSED: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "softmax": {
         "probit": _probit,
@@ -98,6 +103,9 @@ CLOSED: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     },
     "sigmoid": {"probit": lambda mean, cov: torch.sigmoid(_shrunk(mean, cov))},
 }
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {"softmax": torch.log, "sigmoid": torch.logit}  # f with E[y|f] = p
 
 
 @functools.lru_cache(maxsize=8)

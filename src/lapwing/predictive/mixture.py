@@ -52,6 +52,18 @@ def sample_quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
     return y[max(0, math.ceil(q * len(y)) - 1)]
 
 
+def value_quantile(values: Tensor, nodes: Nodes, q: float) -> Tensor:
+    """Of values (s, n, ...) at the nodes themselves: linear between the middles of their weights, as torch.quantile for
+    equal ones."""
+    ordered, order = values.sort(0)
+    w = nodes.log_weight.exp().reshape(len(values), -1, *[1] * (values.ndim - 2)).expand_as(values).gather(0, order)
+    middle = w.cumsum(0) - 0.5 * w
+    place = (middle - middle[0]) / (middle[-1] - middle[0])
+    above = (place < q).sum(0, keepdim=True).clamp(1, len(values) - 1)
+    (low, high), (start, end) = ([t.gather(0, i)[0] for i in (above - 1, above)] for t in (ordered, place))
+    return torch.lerp(low, high, torch.where(end > start, (q - start) / (end - start), 0.0).clamp(0, 1))
+
+
 def _inverse(F: Callable[[Tensor], Tensor], q: float, center: Tensor, width: Tensor) -> Tensor:
     """By Chandrupatla's method: inverse quadratic interpolation where the last three points say that it can be trusted,
     else a halving of the bracket [a, b], of which a is the newer end."""
@@ -92,4 +104,7 @@ def _beyond(reached: Callable[[Tensor], Tensor], start: Tensor, step: Tensor) ->
         if bool(there.all()):
             return start + step
         step = torch.where(there, step, 2 * step)
-    raise NotConverged("a predicted quantile was not enclosed: the distribution function does not tend to 0 and 1")
+    raise NotConverged(
+        "a predicted quantile was not enclosed: the posterior over f is so wide that y is beyond 1e60 (raise the prior "
+        "precision), or the distribution function does not tend to 0 and 1"
+    )

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.predictive.link import DRAWS, psd_root, quasi_normal
 
@@ -34,7 +33,7 @@ class Nodes:
     def average(self, values: Tensor) -> Tensor:
         """Σ_s w_s g_s for values g (s, n, ...)."""
         w = self.log_weight.exp()
-        return (values * w.reshape(*w.shape, *[1] * (values.ndim - 2))).sum(0)
+        return torch.tensordot(w[:, 0], values, 1) if w.shape[1] == 1 else torch.einsum("sn,sn...->n...", w, values)
 
     def log_average(self, log_values: Tensor) -> Tensor:
         """log Σ_s w_s exp(l_s) for l (s, n)."""
@@ -46,11 +45,11 @@ class Nodes:
         each = self.log_weight.split(size, 1) if self.log_weight.shape[1] > 1 else [self.log_weight] * len(f)
         return [Nodes(*one) for one in zip(f, each, strict=True)]
 
-    def inside(self, likelihood: Likelihood) -> Nodes:
-        """Those at which f means something, weighted anew; it is said where some weight was outside."""
+    def inside(self, likelihood: Likelihood) -> tuple[Nodes, float]:
+        """Those at which f means something, weighted anew, and the most weight that was outside."""
         inside = likelihood.inside(self.f)  # (s, n)
         if bool(inside.all()):
-            return self
+            return self, 0.0
         log_weight = torch.where(inside, self.log_weight, -math.inf)
         kept = torch.logsumexp(log_weight, 0)
         if bool((kept == -math.inf).any()):
@@ -58,15 +57,10 @@ class Nodes:
                 f"no draw of f is one that {likelihood.name} can take; the posterior is too wide there for draws: use "
                 "link='auto'"
             )
-        warnings.warn(
-            f"up to {100 * float(1 - kept.exp().min()):.2g} % of the draws of f are outside of what {likelihood.name} "
-            "can take and are left out; link='auto' does not draw",
-            LapwingWarning,
-            stacklevel=4,
-        )
         first = inside.to(torch.uint8).argmax(0)  # any that can be evaluated: its weight is zero
         spare = self.f[first, torch.arange(len(first), device=first.device)]
-        return Nodes(torch.where(inside.unsqueeze(-1), self.f, spare), log_weight - kept)
+        found = Nodes(torch.where(inside.unsqueeze(-1), self.f, spare), log_weight - kept)
+        return found, float(1 - kept.exp().min())
 
 
 def line(mean: Tensor, var: Tensor, steps: int = STEPS) -> Nodes:
@@ -77,20 +71,19 @@ def line(mean: Tensor, var: Tensor, steps: int = STEPS) -> Nodes:
 
 def cloud(mean: Tensor, cov: Tensor) -> Nodes:
     """For all outputs of an input together: μ (n, c), V (n, c, c)."""
-    z = quasi_normal(DRAWS, mean.shape[-1]).to(mean.device)
-    away = torch.einsum("nab,sb->sna", psd_root(cov.to(torch.float64)), z)
-    return drawn(mean + away.to(mean))
+    z = quasi_normal(DRAWS, mean.shape[-1]).to(mean)
+    return drawn(mean + torch.einsum("nab,sb->sna", psd_root(cov), z))
 
 
 def drawn(f: Tensor) -> Nodes:
     return Nodes(f, f.new_full((len(f), 1), -math.log(len(f))))
 
 
-def fine(sharpness: Tensor) -> int:
+def fine(sharpness: Tensor) -> Tensor:
     """How many steps resolve p(y | f) along the line, a power of two: it is 1/√sharpness of a standard deviation wide,
-    and four steps within that leave an error of rounding."""
-    wanted = 4 * float(sharpness.nan_to_num(nan=0.0, posinf=float(MOST**2)).max().sqrt())
-    return int(2 ** math.ceil(math.log2(min(MOST, max(STEPS, wanted)))))
+    and four steps within that leave an error of rounding. (N,) -> (N,), integers."""
+    wanted = 4 * sharpness.double().nan_to_num(nan=0.0, posinf=float(MOST**2)).sqrt()
+    return (2 ** wanted.clamp(STEPS, MOST).log2().ceil()).long()
 
 
 @functools.lru_cache(maxsize=8)

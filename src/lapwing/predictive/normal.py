@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from lapwing.errors import NotPositiveDefinite
 from lapwing.likelihoods import Likelihood
 
 
@@ -25,12 +26,18 @@ def slope(likelihood: Likelihood, f: Tensor) -> Tensor | None:
 
 def log_prob(likelihood: Likelihood, f: Tensor, cov: Tensor, joint: bool, y: Tensor) -> Tensor:
     """Of each input, or of all together, 0-dim, if joint: V is then (n, ..., c, n, ..., c)."""
+    f = f.double()  # the square of a noise that float32 holds may not be one
     y, noise = (t.double() for t in likelihood.observed(f, y))
     residual = (y - likelihood.mean(f)).reshape(f.shape[:-1].numel(), -1)  # (N, t)
     total = (_joint if joint else _each)(cov.double(), noise, slope(likelihood, f), f.shape)
     if joint:
         residual = residual.reshape(1, -1)
-    root = torch.linalg.cholesky(total)
+    root, info = torch.linalg.cholesky_ex(total)
+    if bool(info.any()):
+        raise NotPositiveDefinite(
+            f"the covariance of y is singular at {int((info > 0).sum())} of {len(total)} inputs: neither noise nor "
+            "posterior has a variance that float64 can tell from 0; give a larger noise"
+        )
     z = torch.linalg.solve_triangular(root, residual.unsqueeze(-1), upper=False).squeeze(-1)
     half_logdet = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     out = -0.5 * z.square().sum(-1) - half_logdet - 0.5 * residual.shape[-1] * math.log(2 * math.pi)

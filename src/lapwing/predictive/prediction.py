@@ -2,15 +2,16 @@
 
 Law of total variance, Var[y] = Var_f(E[y|f]) + E_f[Var(y|f)]:   total = epistemic + aleatoric.
 For a Gaussian likelihood all parts are exact; where its mean or noise is another function of f, they are those of the
-delta method (link "delta"). Elsewhere they are sums over one fixed set of nodes (so the parts add up exactly), and for
-classes the entropies beside them: H(E p) = E H(p) + mutual information. Densities and quantiles are those of the full
-predictive, the mixture of p(y|f) over f.
+delta method (link "delta"). Elsewhere all fields are sums over one set of nodes of f, so that none contradicts another:
+for classes total = mean (1 − mean), H(mean) = expected entropy + mutual information, log p(y) = log mean_y. A link in
+closed form that is asked for by name has its own mean, from which total, entropy and log p(y) follow; nodes give the
+shares of their parts (`moments.py`). Quantiles are those of the full predictive, the mixture of p(y|f) over f.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,12 +22,13 @@ from torch import Tensor
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
-from lapwing.predictive import mixture, nodes, normal, plot, show, together
-from lapwing.predictive.link import LINKS, closed_form, psd_root, quasi_normal, resolve
-from lapwing.predictive.nodes import DRAWS, Nodes
+from lapwing.predictive import mixture, normal, plot, show, together
+from lapwing.predictive.integral import Integral
+from lapwing.predictive.link import DRAWS, LINKS, OUTPUTS, closed_form, psd_root, quasi_normal, resolve
+from lapwing.predictive.nodes import Nodes
+from lapwing.predictive.response import GaussianResponse, Response
 from lapwing.solvers.estimate import variance_of
 
-CHUNK = 2**24  # numbers in a chunk of draws
 TRIES = 1000  # draws of f for one that the likelihood can take
 
 
@@ -48,8 +50,11 @@ class Prediction:
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise InvalidValue(f"link must be one of {LINKS}, got {self.link!r}")
-        if self.outputs is None:
-            # raise now, not when the mean is read, for a pair that has no rule, and for means that have no y
+        # raise now, not when a field is read
+        _check_finite(self.f_mean, "mean outputs", "check the weights and the inputs")
+        if self.cov is not None:
+            _check_finite(self.cov, "variances and covariances of the outputs", "raise the prior precision")
+        if self.outputs is None:  # a pair that has no rule, and means that have no y
             drawn = resolve(self.likelihood, self.link) == "monte_carlo"
             inside = self.likelihood.inside(self.f_mean)
             if not drawn and not bool(inside.all()):
@@ -115,13 +120,10 @@ class Prediction:
             and resolve(self.likelihood, self.link) in ("exact", "delta")
         )
 
-    @cached_property
+    @property
     def mean(self) -> Tensor:
         """E[y]: class probabilities for classes, (n, ..., t)."""
-        if self.outputs is not None:
-            return self._moments["mean"]
-        closed = closed_form(self.likelihood, self.link, self.f_mean, self.marginal)
-        return self._moments["mean"] if closed is None else closed
+        return self._response.mean.to(self.f_mean)
 
     @property
     def probs(self) -> Tensor:
@@ -132,40 +134,35 @@ class Prediction:
     @property
     def epistemic(self) -> Tensor:
         """Var of E[y|f] over the posterior: what more data would tell."""
-        if not self.gaussian:
-            return self._moments["epistemic"]
-        D = normal.slope(self.likelihood, self.f_mean)
-        return self.f_var if D is None else torch.einsum("...ta,...ab,...tb->...t", D, self.marginal, D)
+        return self._response.epistemic.to(self.f_mean)
 
     @property
     def aleatoric(self) -> Tensor:
         """E of Var[y|f]: noise that no data remove."""
-        return self.likelihood.variance(self.f_mean) if self.gaussian else self._expected_variance
+        return self._response.aleatoric.to(self.f_mean)
 
     @property
     def total(self) -> Tensor:
-        return self.epistemic + self.aleatoric
+        return self._response.total.to(self.f_mean)
 
     @property
     def std(self) -> Tensor:
-        return self.total.sqrt()
+        return self._response.total.sqrt().to(self.f_mean)
 
     @property
     def entropy(self) -> Tensor:
         """H(E p), in nats: the total uncertainty about the class, (n, ...)."""
-        self._check_classes()
-        return _entropy(self.likelihood.class_probs(self._moments["mean"]))
+        return self._classes.entropy.to(self.f_mean)
 
     @property
     def expected_entropy(self) -> Tensor:
         """E H(p): its aleatoric part."""
-        self._check_classes()
-        return self._moments["entropy"]
+        return (self._classes.entropy - self._classes.information).to(self.f_mean)
 
     @property
     def mutual_information(self) -> Tensor:
         """H(E p) − E H(p) ≥ 0: its epistemic part, the information that y would give about the weights."""
-        return self.entropy - self.expected_entropy
+        return self._classes.information.to(self.f_mean)
 
     # -- draws ----------------------------------------------------------------------------------------------------
 
@@ -180,8 +177,12 @@ class Prediction:
         return self._colored(noise.to(self.f_mean.device))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """n draws of y."""
+        """n draws of y: of the mean's own classes under a link in closed form, unless inputs are joint."""
         generator = generator or torch.Generator().manual_seed(0)
+        if self._by_mean and not self.joint:
+            f = OUTPUTS[self.likelihood.response](self._response.mean)
+            y = self.likelihood.sample(f.expand(n, *f.shape), generator)
+            return y.to(self.f_mean) if y.is_floating_point() else y
         f = self.f_sample(n, generator)
         if not self.gaussian:
             return self.likelihood.sample(self._inside(f, generator), generator)
@@ -201,7 +202,7 @@ class Prediction:
             return torch.special.ndtr((y - self.mean) / self.std)
         if not self.has_cdf:
             raise Unsupported(f"{self.likelihood.name} has no distribution function cdf; use quantile or sample")
-        return self._averaged(self.likelihood.cdf, y)
+        return self._averaged(lambda f, y: _known(self.likelihood.cdf(f, y)), y)
 
     def pmf(self, y: Tensor) -> Tensor:
         """P(target = y) of each target by itself, (n, ..., t), for counts."""
@@ -218,7 +219,7 @@ class Prediction:
     @property
     def smooth(self) -> bool:
         """Whether the distribution function is an integral over f, and not a mean over draws of it."""
-        return self.outputs is None and (self.gaussian or self._by_line)
+        return self.outputs is None and (self.gaussian or self._integral.by_line)
 
     def quantile(self, q: float) -> Tensor:
         """The least y that has F(y) ≥ q, of each target by itself; for classes, the quantile of the class probabilities
@@ -227,14 +228,14 @@ class Prediction:
             raise InvalidValue(f"a quantile lies strictly between 0 and 1, got {q}")
         if self.gaussian:
             return self.mean + self.std * float(torch.special.ndtri(torch.tensor(q, dtype=torch.float64)))
-        known = self.has_cdf
-        parts = []
-        for _, some in self._nodes(self._by_line and known):
-            if self.likelihood.classes:
-                parts.append(torch.quantile(self.likelihood.mean(some.f), q, dim=0))
-            else:
-                parts.append((mixture.quantile if known else mixture.sample_quantile)(self.likelihood, some, q))
-        return self._shaped(parts).to(self.f_mean)
+        known, classes = self.has_cdf, self.likelihood.classes
+
+        def of(some: Nodes, _: Tensor) -> Tensor:
+            if classes:
+                return mixture.value_quantile(self.likelihood.mean(some.f), some, q)
+            return (mixture.quantile if known else mixture.sample_quantile)(self.likelihood, some, q)
+
+        return self._integral.over(of, self._integral.by_line and (known or classes)).to(self.f_mean)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval, between the quantiles (1 ± level)/2: its ends."""
@@ -251,15 +252,15 @@ class Prediction:
             return normal.log_prob(self.likelihood, self.f_mean, self.covariance, self.joint, y)
         if self.joint:
             return self._joint_log_prob(y)
-        closed = self.outputs is None and resolve(self.likelihood, self.link) != "monte_carlo"
-        if self.likelihood.classes and closed:  # of independent outputs, though they depend on each other through f
-            out = self.likelihood.class_log_prob(self.mean.reshape(-1, self.mean.shape[-1]), targets)
-            return out.reshape(self.f_mean.shape[:-1])
-        parts = []
-        for index, some in self._nodes(self.f_mean.shape[-1] == 1):
-            mine = targets[index]
-            parts.append(some.log_average(self.likelihood.log_prob(some.f, mine.expand(len(some.f), *mine.shape))))
-        return self._shaped(parts)
+        if self._by_mean:  # of independent outputs, though they depend on each other through f
+            out = self.likelihood.class_log_prob(self._response.mean.flatten(0, -2), targets)
+            return out.reshape(self.f_mean.shape[:-1]).to(self.f_mean)
+
+        def of(some: Nodes, rows: Tensor) -> Tensor:
+            mine = targets[rows]
+            return some.log_average(self.likelihood.log_prob(some.f, mine.expand(len(some.f), *mine.shape)))
+
+        return self._integral.over(of, self.f_mean.shape[-1] == 1).to(self.f_mean)
 
     # -- to look at -----------------------------------------------------------------------------------------------
 
@@ -279,36 +280,40 @@ class Prediction:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _averaged(self, values: Any, y: Tensor) -> Tensor:
-        """Over f, of values(f, y) of each target by itself."""
-        targets = y.reshape(-1, y.shape[-1])
-        each = [some.average(values(some.f, targets[i].to(some.f))) for i, some in self._nodes(self._by_line)]
-        return self._shaped(each)
+    @property
+    def _by_mean(self) -> bool:
+        """Whether a link in closed form gives the probabilities of classes, and all follows from them."""
+        if self.outputs is not None or not self.likelihood.classes:
+            return False
+        return resolve(self.likelihood, self.link) != "monte_carlo"
+
+    @cached_property
+    def _integral(self) -> Integral:
+        return Integral(self.likelihood, self.f_mean, None if self.outputs is not None else self.marginal, self.outputs)
+
+    @cached_property
+    def _response(self) -> Response | GaussianResponse:
+        if self.outputs is not None:
+            return Response(self._integral)
+        mean, cov = self.f_mean.double(), self.marginal.double()
+        if self.gaussian:
+            return GaussianResponse(self.likelihood, mean, cov)
+        return Response(self._integral, closed_form(self.likelihood, self.link, mean, cov))
 
     @property
-    def _by_line(self) -> bool:
-        """Whether a target's distribution is an integral over one output."""
-        return self.likelihood.elementwise or self.f_mean.shape[-1] == 1
-
-    @property
-    def _sharpness(self) -> Tensor:
-        """How much wider the posterior over f is than p(y|f), squared: by variances, or by the information in y where
-        they are infinite; without end where the likelihood does not say."""
-        try:
-            finite = bool(torch.isfinite(self.likelihood.variance(self.f_mean)).all())
-            return self._moments["epistemic"] / self._expected_variance if finite else self._information
-        except Unsupported:
-            return self.f_mean.new_full((1,), math.inf)
-
-    @property
-    def _information(self) -> Tensor:
-        return self.f_var * self.likelihood.hessian_root(self.f_mean).square().sum(-1)
-
-    def _check_classes(self) -> None:
+    def _classes(self) -> Response:
         if not self.likelihood.classes:
             raise Unsupported(
                 f"entropies are for classes; a {self.likelihood.name} prediction has epistemic and aleatoric variances"
             )
+        assert isinstance(self._response, Response)
+        return self._response
+
+    def _averaged(self, values: Callable[[Tensor, Tensor], Tensor], y: Tensor) -> Tensor:
+        """Over f, of values(f, y) of each target by itself."""
+        targets = y.reshape(-1, y.shape[-1]).double()
+        found = self._integral.over(lambda some, rows: some.average(values(some.f, targets[rows])))
+        return found.to(self.f_mean)
 
     def _check_ordered(self) -> None:
         if self.likelihood.classes:
@@ -346,44 +351,6 @@ class Prediction:
             "draws: use link='auto'"
         )
 
-    def _nodes(self, by_line: bool, sharp: bool = True) -> Iterator[tuple[slice, Nodes]]:
-        """Nodes of f for chunks of the inputs (with their positions), flattened to (N, c); sharp: to resolve p(y|f),
-        and not only its moments."""
-        c = self.f_mean.shape[-1]
-        mean = self.f_mean.reshape(-1, c)
-        outputs = None if self.outputs is None else self.outputs.reshape(len(self.outputs), -1, c)
-        cov = None if outputs is not None else self.marginal.reshape(-1, c, c)
-        steps = nodes.STEPS
-        if by_line and sharp and outputs is None:
-            steps = nodes.fine(self._sharpness)
-        count = max(DRAWS, 2 * nodes.REACH * steps) if outputs is None else len(outputs)
-        size = max(1, CHUNK // (count * c))
-        for start in range(0, len(mean), size):
-            index = slice(start, start + size)
-            if outputs is not None:
-                found = nodes.drawn(outputs[:, index])
-            else:
-                assert cov is not None
-                var = cov[index].diagonal(dim1=-2, dim2=-1)
-                found = nodes.line(mean[index], var, steps) if by_line else nodes.cloud(mean[index], cov[index])
-            yield index, found.inside(self.likelihood)
-
-    @cached_property
-    def _moments(self) -> dict[str, Tensor]:
-        """Mean, epistemic variance and expected entropy over f."""
-        parts = [_moments(self.likelihood, some) for _, some in self._nodes(self._by_line, sharp=False)]
-        return {k: self._shaped([part[k] for part in parts]) for k in parts[0]}
-
-    @cached_property
-    def _expected_variance(self) -> Tensor:
-        some = self._nodes(self._by_line, sharp=False)
-        return self._shaped([part.average(self.likelihood.variance(part.f)) for _, part in some])
-
-    def _shaped(self, parts: list[Tensor]) -> Tensor:
-        """Chunks of rows (N, ...) put together, positions in their places."""
-        out = torch.cat(parts)
-        return out.reshape(*self.f_mean.shape[:-1], *out.shape[1:])
-
     def _joint_log_prob(self, y: Tensor) -> Tensor:
         """log E_f Π_n p(y_n | f_n), over those f that the likelihood can take."""
         drawn = self.outputs is not None
@@ -401,6 +368,16 @@ class Prediction:
         return together.log_density(self.likelihood.log_prob, mean, cov, targets) - inside.double().mean().log()
 
 
+def _check_finite(values: Tensor, what: str, do: str) -> None:
+    bad = int((~torch.isfinite(values)).sum())
+    if bad:
+        dtype, wider = str(values.dtype).removeprefix("torch."), values.dtype != torch.float64
+        raise InvalidValue(
+            f"{bad} of {values.numel()} {what} are NaN or infinite in {dtype}, which ends at "
+            f"{torch.finfo(values.dtype).max:.2g}: {do}" + (", or predict with network.double()" if wider else "")
+        )
+
+
 def _diagonal_blocks(cov: Tensor, shape: torch.Size) -> Tensor:
     """(n, ..., c, c) of (n, ..., c, n, ..., c)."""
     c, rows = shape[-1], shape[:-1].numel()
@@ -408,15 +385,6 @@ def _diagonal_blocks(cov: Tensor, shape: torch.Size) -> Tensor:
     return blocks.permute(2, 0, 1).reshape(*shape, c)
 
 
-def _moments(likelihood: Likelihood, some: Nodes) -> dict[str, Tensor]:
-    """Over nodes f (s, n, c); the mean of squares is taken about the mean, so nothing cancels."""
-    means = likelihood.mean(some.f)
-    mean = some.average(means)
-    out = {"mean": mean, "epistemic": some.average((means - mean).square())}
-    if likelihood.classes:
-        out["entropy"] = some.average(_entropy(likelihood.class_probs(means)))
-    return out
-
-
-def _entropy(p: Tensor) -> Tensor:
-    return -torch.xlogy(p, p).sum(-1)
+def _known(values: Tensor | None) -> Tensor:
+    assert values is not None
+    return values

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lapwing.errors import Unsupported
+from lapwing.predictive.link import resolve, rules
 
 if TYPE_CHECKING:
     from lapwing.predictive.prediction import Prediction
@@ -43,7 +44,15 @@ def _head(prediction: Prediction) -> str:
     n, *positions, c = prediction.f_mean.shape
     at = f" at {' × '.join(map(str, positions))} positions" if positions else ""
     joint = ", joint" if prediction.joint else ""
-    return f"Prediction({prediction.likelihood.name}, {n} inputs, {c} outputs{at}{joint})"
+    return f"Prediction({prediction.likelihood.name}, {n} inputs, {c} outputs{at}{joint}{_by(prediction)})"
+
+
+def _by(prediction: Prediction) -> str:
+    """What stands between f and y, where there is a choice."""
+    if prediction.outputs is not None:
+        return f", {len(prediction.outputs)} draws"
+    link = resolve(prediction.likelihood, prediction.link)
+    return f", link {link}" if len(rules(prediction.likelihood)) > 1 else ""
 
 
 def _table(prediction: Prediction) -> tuple[list[str], list[list[str]]]:

@@ -1,0 +1,96 @@
+"""The moments of y at all inputs of a prediction, each made of the one before, in float64: none is rounded in between.
+
+    by nodes     mean, variances and entropies are sums over one set of nodes of f (`moments.py`)
+    by a link    the mean is given; total and entropy follow from it, and nodes give the shares of their parts
+    Gaussian     exact, or by the delta method (`normal.py`)
+
+Targets (n, ..., t).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.likelihoods import Likelihood
+from lapwing.predictive import moments, normal
+from lapwing.predictive.integral import Integral
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    integral: Integral
+    closed: Tensor | None = None  # E[y] by a link in closed form
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.integral.likelihood
+
+    @property
+    def mean(self) -> Tensor:
+        return self._sums[0] if self.closed is None else self.closed
+
+    @property
+    def epistemic(self) -> Tensor:
+        mean, spread = self._sums
+        if not self.likelihood.classes:
+            return spread
+        return moments.share(spread, moments.binary_variance(mean), of=self.total)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        if self.likelihood.classes:
+            return self.total - self.epistemic
+        return self.integral.over(lambda some, _: moments.noise(self.likelihood, some), sharp=False)
+
+    @property
+    def total(self) -> Tensor:
+        return moments.binary_variance(self.mean) if self.likelihood.classes else self.epistemic + self.aleatoric
+
+    # of classes alone
+
+    @property
+    def entropy(self) -> Tensor:
+        return moments.entropy(self.likelihood, self.mean)
+
+    @cached_property
+    def information(self) -> Tensor:
+        whole = moments.entropy(self.likelihood, self._sums[0])
+        part = whole - self.integral.over(lambda some, _: moments.expected_entropy(self.likelihood, some))
+        return moments.share(part, whole, of=self.entropy)
+
+    @cached_property
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        """Mean and epistemic variance over nodes."""
+        found = self.integral.over(lambda some, _: moments.mean_and_spread(self.likelihood, some), sharp=False)
+        mean, spread = found.unbind(-2)
+        return mean, spread
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianResponse:
+    likelihood: Likelihood
+    f_mean: Tensor  # (n, ..., c)
+    cov: Tensor  # (n, ..., c, c)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.likelihood.mean(self.f_mean)
+
+    @property
+    def epistemic(self) -> Tensor:
+        D = normal.slope(self.likelihood, self.f_mean)
+        if D is None:
+            return self.cov.diagonal(dim1=-2, dim2=-1)
+        return torch.einsum("...ta,...ab,...tb->...t", D, self.cov, D)
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self.likelihood.variance(self.f_mean)
+
+    @property
+    def total(self) -> Tensor:
+        return self.epistemic + self.aleatoric
