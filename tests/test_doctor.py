@@ -498,7 +498,7 @@ class Squashed(Noisy):
 def test_a_sigmoid_in_the_network_is_named_for_bernoulli(quick):
     y = (torch.rand(40, 3) < 0.5).double()
     the(lw.doctor(nn.Sequential(net(), nn.Sigmoid()), (inputs(), y), "bernoulli"), "error", "likelihood", "sigmoid")
-    the(lw.doctor(Squashed(), (inputs(), y), "bernoulli"), "warning", "likelihood", "sigmoid")
+    the(lw.doctor(Squashed(), (inputs(), y), "bernoulli"), "error", "likelihood", "sigmoid")
     assert "likelihood" not in trouble(lw.doctor(net(), (inputs(), y), "bernoulli"))
 
 
@@ -1051,3 +1051,12 @@ def test_what_workers_and_drop_last_do_to_a_stream_is_told(quick):
     assert "loader" not in topics(shared, "error", "warning")
     dropping = lw.doctor(net(2), DataLoader(Stream(False), batch_size=8, drop_last=True), "gaussian")
     the(dropping, "warning", "loader", "last examples of the stream")
+
+
+def test_a_range_that_a_sigmoid_would_have_is_a_warning(quick):
+    class Clamped(Squashed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).clamp(1e-3, 1 - 1e-3)
+
+    y = (torch.rand(40, 3) < 0.5).double()
+    the(lw.doctor(Clamped(), (inputs(), y), "bernoulli"), "warning", "likelihood", "sigmoid")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lapwing import data as loading
 from lapwing import fixed, tree
+from lapwing.curvature.applied import check_applied
 from lapwing.curvature.checkpoint import Checkpoint, Journal, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.parts import Part
@@ -29,7 +30,7 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
-FEW = 4  # examples that a probe keeps
+FEW, SOME = 4, 32  # examples that a probe keeps, and looks at
 BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 
 
@@ -75,13 +76,17 @@ class Probe:
 
 
 @torch.inference_mode(False)
-def probe(tangent: TangentModel, batches: Iterable[Any]) -> Probe:
+def probe(tangent: TangentModel, batches: Iterable[Any], likelihood: Likelihood | None = None) -> Probe:
     """Look at the first batch, and count the examples (by a pass, where the data cannot tell). Data whose examples
-    change when they are read again are refused."""
+    change when they are read again are refused, and outputs to which the likelihood's link was applied already."""
     ranks, first = loading.ranks_of(batches), loading.first_inputs(batches, tangent.device)
     if tangent.separable(first):
-        first = tree.rows_of(first, slice(0, FEW))
+        first = tree.rows_of(first, slice(0, SOME))
     f = tangent(first)
+    if likelihood is not None:
+        check_applied(tangent, likelihood, flat_outputs(f), first)
+    if tangent.separable(first):
+        first = tree.rows_of(first, slice(0, FEW))
     with ranks.told("counting the examples"):
         fixed.check_examples(batches)
         n, sums = loading.examples(batches), torch.full((5,), torch.nan, dtype=torch.float64)
@@ -140,7 +145,7 @@ def accumulate(
     generator = generator or torch.Generator().manual_seed(0)
     batches = loading.as_batches(data, sharded=True)
     weights = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
-    seen = replace(seen or probe(tangent, batches), weights=weights)
+    seen = replace(seen or probe(tangent, batches, likelihood), weights=weights)
     structure = structure.resolved(seen, factor)
     first = getattr(structure, "first", None)
     if first is None and basis is not None:

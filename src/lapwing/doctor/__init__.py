@@ -137,7 +137,7 @@ class _Visit:
             return
         f, x = self.outputs[0], sample.spread[0][0]
         self.findings += self.attempt("model", lambda: list(output_checks(tangent, f, x))) or []
-        checks = lambda: list(likelihood_checks(self.model, self.likelihood, self.outputs, sample))  # noqa: E731
+        checks = lambda: list(likelihood_checks(tangent, self.likelihood, self.outputs, sample))  # noqa: E731
         self.findings += self.attempt("likelihood", checks) or []
         if not self.failed("outputs", "targets"):
             self.findings += self.attempt("gradient", lambda: self._gradients(tangent, sample)) or []
