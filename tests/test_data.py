@@ -200,7 +200,7 @@ def test_nothing_dropped_is_nothing_said() -> None:
         as_batches(DataLoader(dataset, batch_size=4, drop_last=True))
         as_batches(DataLoader(dataset, batch_size=5))
         as_batches(DataLoader(dataset, batch_size=None))
-        as_batches(DataLoader(Stream(5), batch_size=4, drop_last=True))
+        as_batches(DataLoader(Stream(5), batch_size=4))
     assert dropped(DataLoader(dataset, batch_size=5, drop_last=True)) == 2
     assert dropped((dataset, None)) == 0
 

@@ -6,6 +6,7 @@ Most tests look at findings only and leave the plan's trials out; those of the p
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 import sys
@@ -17,7 +18,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 import lapwing as lw
 from lapwing.doctor import Cost, Finding, Report
@@ -268,12 +277,12 @@ def numpy_draw() -> float:
 @pytest.mark.parametrize("target", [False, True])
 def test_random_augmentation_is_named(quick, draw, target):
     report = lw.doctor(net(2), DataLoader(Augmented(40, draw, target), batch_size=8), "gaussian")
-    the(report, "warning", "augmentation", "targets" if target else "inputs", "random augmentation is on")
+    the(report, "error", "augmentation", "targets" if target else "inputs", "random augmentation is on")
 
 
 def test_a_rare_augmentation_is_seen_in_a_batch(quick):
     data = Augmented(200, lambda: float(torch.rand(()) < 0.2))
-    the(lw.doctor(net(2), DataLoader(data, batch_size=64), "gaussian"), "warning", "augmentation")
+    the(lw.doctor(net(2), DataLoader(data, batch_size=64), "gaussian"), "error", "augmentation")
 
 
 def test_shuffling_is_no_augmentation(quick):
@@ -489,7 +498,7 @@ class Squashed(Noisy):
 def test_a_sigmoid_in_the_network_is_named_for_bernoulli(quick):
     y = (torch.rand(40, 3) < 0.5).double()
     the(lw.doctor(nn.Sequential(net(), nn.Sigmoid()), (inputs(), y), "bernoulli"), "error", "likelihood", "sigmoid")
-    the(lw.doctor(Squashed(), (inputs(), y), "bernoulli"), "warning", "likelihood", "sigmoid")
+    the(lw.doctor(Squashed(), (inputs(), y), "bernoulli"), "error", "likelihood", "sigmoid")
     assert "likelihood" not in trouble(lw.doctor(net(), (inputs(), y), "bernoulli"))
 
 
@@ -1025,3 +1034,29 @@ def test_costs_are_told_with_two_digits(value, text):
 def test_the_module_and_the_function_share_a_name():
     assert lw.doctor is module.doctor
     assert copy.copy(lw.doctor) is lw.doctor
+
+
+class Shared(Stream):
+    """Each worker reads its share."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        yield from itertools.islice(super().__iter__(), 0 if info is None else info.id, None, info.num_workers)
+
+
+def test_what_workers_and_drop_last_do_to_a_stream_is_told(quick):
+    twice = lw.doctor(net(2), DataLoader(Stream(False), batch_size=8, num_workers=2), "gaussian")
+    the(twice, "error", "loader", "2 workers begin with the same batch", "get_worker_info")
+    shared = lw.doctor(net(2), DataLoader(Shared(False), batch_size=8, num_workers=2), "gaussian")
+    assert "loader" not in topics(shared, "error", "warning")
+    dropping = lw.doctor(net(2), DataLoader(Stream(False), batch_size=8, drop_last=True), "gaussian")
+    the(dropping, "warning", "loader", "last examples of the stream")
+
+
+def test_a_range_that_a_sigmoid_would_have_is_a_warning(quick):
+    class Clamped(Squashed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).clamp(1e-3, 1 - 1e-3)
+
+    y = (torch.rand(40, 3) < 0.5).double()
+    the(lw.doctor(Clamped(), (inputs(), y), "bernoulli"), "warning", "likelihood", "sigmoid")

@@ -642,7 +642,7 @@ class Changing:
 
 
 CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
-    "augmentation": (lambda i, x, y: (x + 0.05 * i, y), "another sse"),
+    "augmentation": (lambda i, x, y: (x + 0.05 * (i > 8), y), "another sse"),
     "targets": (lambda i, x, y: (x, y + (i > 8)), "other targets"),
     "fewer": (lambda i, x, y: (x[:-1], y[:-1]) if i > 8 else (x, y), "15 examples, not 17"),
     "nan": (lambda i, x, y: (x * float("nan"), y) if i > 8 and len(x) == 8 else (x, y), "batch 2 of pass"),

@@ -522,7 +522,7 @@ def laplace(
         facts(tangent, likelihood, bound, structure, factor, budget, generator),
         "Give every rank the same network (load one file, or broadcast the weights) and the same arguments",
     )
-    seen = probe(tangent, batches)
+    seen = probe(tangent, batches, likelihood)
     chosen = as_structure(structure, seen, budget)
     likelihood = likelihood.to(tangent.device)
     state = accumulate(

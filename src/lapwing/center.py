@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
+from lapwing import fixed
 from lapwing.curvature import BUDGET, State
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.cover import cover
@@ -186,10 +187,12 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
     rows: list[Tensor] = []
     shapes: list[torch.Size] = []
     held, maker, ranks = False, None, loading.ranks_of(batches)
+    inputs = torch.zeros(5, dtype=torch.float64)
     with ranks.told("reading the data for the tangent map"):
         for x, y in loading.passes(batches, tangent.device, label="tangent map"):
             if maker is None:
                 maker = RowMaker(tangent, cover(tangent, x))
+            inputs += fixed.input_sums(x, len(y))
             record = maker.run(x)
             f = record.f.detach()
             if not fs:
@@ -215,6 +218,7 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
     jacobian = Jacobian(tangent, batches, outputs, targets, tuple(shapes), found)
     jacobian.counter["passes"] += 1
     _check_same(state, likelihood, jacobian)
+    fixed.check_inputs(ranks.total([inputs], "sums of the inputs")[0], state.inputs)
     return jacobian
 
 

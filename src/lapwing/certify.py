@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
+from lapwing import fixed
 from lapwing.curvature import Diagonal, State, accumulate, probe
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.layered import LayeredSum
@@ -129,6 +130,7 @@ class Reader:
     progress: bool
     passes: int = field(default=0)
     n: int = 0  # examples in the last pass, on this rank
+    inputs: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))  # their sums
 
     @property
     def ranks(self) -> Ranks:
@@ -143,9 +145,10 @@ class Reader:
     def each(self, label: str) -> Any:
         """One pass over this rank's data."""
         self.passes += 1
-        self.n = 0
+        self.n, self.inputs = 0, torch.zeros(5, dtype=torch.float64)
         for x, y in loading.passes(self.batches, self.state.tangent.device, self.progress, label):
             self.n += len(y)
+            self.inputs += fixed.input_sums(x, len(y))
             yield x, y
 
     def check(self) -> None:
@@ -156,6 +159,7 @@ class Reader:
                 f"the curvature was summed over {self.state.n} examples and the data hold {n}; "
                 "certify with the data of the fit"
             )
+        fixed.check_inputs(self.ranks.total([self.inputs], "sums of the inputs")[0], self.state.inputs)
 
 
 @torch.inference_mode(False)

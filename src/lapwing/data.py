@@ -131,6 +131,15 @@ def _as_tensors(part: Any) -> Any:
 
 
 def _warn_dropped(loader: DataLoader) -> None:
+    if loader.drop_last and isinstance(loader.dataset, IterableDataset):
+        each = "" if loader.num_workers < 2 else f" of each of its {loader.num_workers} workers"
+        warnings.warn(
+            f"the loader has drop_last=True and leaves out the last examples of its stream{each}, up to "
+            f"{(loader.batch_size or 1) - 1}, which are not counted; curvature and evidence are sums over data: build "
+            "it with drop_last=False",
+            LapwingWarning,
+            stacklevel=4,
+        )
     if dropped(loader):
         warnings.warn(
             f"the loader has drop_last=True and leaves out {dropped(loader)} of {examples(loader)} examples; "
@@ -212,10 +221,16 @@ def check_finite(inputs: Any, what: str) -> None:
 
 
 def passes(
-    batches: Iterable[Any], device: torch.device, progress: bool = False, label: str = "curvature"
+    batches: Iterable[Any],
+    device: torch.device,
+    progress: bool = False,
+    label: str = "curvature",
+    seed: int | None = None,
 ) -> Iterator[tuple[Any, Any]]:
-    """One pass over the data, on the model's device, with the user's random state left as it was."""
-    seen, rng = False, _PassRng(batches)
+    """One pass over the data, on the model's device, with the user's random state left as it was.
+
+    It starts from that state, as every pass does, or from a seed: what is random then comes out otherwise."""
+    seen, rng = False, _PassRng(batches, seed)
     total = _length(batches)
     with rng.swapped():
         iterator = iter(tqdm(batches, total=total, desc=label, disable=not progress, leave=False))
@@ -259,9 +274,12 @@ class _PassRng:
     pass has a state of its own, swapped in only while a batch is made, so that the user's is never moved: not
     between batches, not by a pass that ends early, not by an error whose traceback keeps the pass alive."""
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: Any, seed: int | None = None) -> None:
         self.own = _generators(batches)
         self.state: tuple[Any, ...] | None = None
+        if seed is not None:
+            with self.swapped():
+                _set_seed(seed, self.own)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -276,9 +294,9 @@ class _PassRng:
 
 
 @contextmanager
-def unchanged_rng(batches: Any = None) -> Iterator[None]:
+def unchanged_rng(batches: Any = None, seed: int | None = None) -> Iterator[None]:
     """Whatever is drawn inside, the user's generators, and the loader's own, are given back as they were found."""
-    with _PassRng(batches).swapped():
+    with _PassRng(batches, seed).swapped():
         yield
 
 
@@ -296,6 +314,16 @@ def _set_rng_state(state: tuple[Any, ...], own: list[torch.Generator]) -> None:
         torch.cuda.set_rng_state_all(state[3])
     for generator, mine in zip(own, state[4], strict=True):
         generator.set_state(mine)
+
+
+def _set_seed(seed: int, own: list[torch.Generator]) -> None:
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+    for generator in own:
+        generator.manual_seed(seed)
 
 
 def _generators(batches: Any) -> list[torch.Generator]:

@@ -31,6 +31,7 @@ SCHEMA = 1
 def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {f"sums.{k}": v for k, v in state.sums.items()}
     tensors |= {f"statistics.{k}": v for k, v in state.statistics.items()}
+    tensors |= {} if state.inputs is None else {"inputs": state.inputs}
     tensors |= {f"basis.{k}": v for k, v in state.basis.items()}
     tensors |= {f"mask.{k}": v for k, v in state.layout.masks.items()}
     inputs = []
@@ -82,6 +83,7 @@ def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: Ta
         parts=tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in header["parts"]),
         coverage=header["coverage"],
         targets=header.get("targets"),
+        inputs=tensors.get("inputs"),
         paired=header.get("paired", False),
         lost=header.get("lost", 0.0),
     )

@@ -132,6 +132,14 @@ def batch_dims(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, plain(tree))
 
 
+def same(a: Any, b: Any) -> bool:
+    """Two trees with equal tensors (NaN equal to NaN)."""
+    mine, theirs = ([t if t.layout is torch.strided else t.to_dense() for t in tensors(part)] for part in (a, b))
+    return len(mine) == len(theirs) and all(
+        s.shape == t.shape and bool(((s == t) | ((s != s) & (t != t))).all()) for s, t in zip(mine, theirs, strict=True)
+    )
+
+
 def digest(rows: Tensor) -> int:
     """A hash of a set of rows (n, ...) that adds: digest(A ∪ B) = digest(A) + digest(B) mod 2⁶⁴, in any order.
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
-from lapwing import tree
+from lapwing import fixed, tree
+from lapwing.curvature.applied import check_applied
 from lapwing.curvature.checkpoint import Checkpoint, Journal, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.overflow import check_sums
@@ -30,7 +31,7 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
-FEW = 4  # examples that a probe keeps
+FEW, SOME = 4, 32  # examples that a probe keeps, and looks at
 BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 
 
@@ -72,34 +73,47 @@ class Probe:
     parameters: int
     inputs: Any  # a few examples of the first batch
     weights: int = 1  # of the curvature: more than one where outputs have a noise of their own
+    sums: Tensor | None = None  # of all inputs (fixed.py), if a pass was needed to count them; else NaN
 
 
 @torch.inference_mode(False)
-def probe(tangent: TangentModel, batches: Iterable[Any]) -> Probe:
-    """Look at the first batch, and count the examples (by a pass, where the data cannot tell)."""
+def probe(tangent: TangentModel, batches: Iterable[Any], likelihood: Likelihood | None = None) -> Probe:
+    """Look at the first batch, and count the examples (by a pass, where the data cannot tell). Data whose examples
+    change when they are read again are refused, and outputs to which the likelihood's link was applied already."""
     ranks, first = loading.ranks_of(batches), loading.first_inputs(batches, tangent.device)
     if tangent.separable(first):
-        first = tree.rows_of(first, slice(0, FEW))
+        first = tree.rows_of(first, slice(0, SOME))
     f = tangent(first)
+    if likelihood is not None:
+        check_applied(tangent, likelihood, flat_outputs(f), first)
+    if tangent.separable(first):
+        first = tree.rows_of(first, slice(0, FEW))
     with ranks.told("counting the examples"):
-        n = loading.examples(batches)
+        fixed.check_examples(batches)
+        n, sums = loading.examples(batches), torch.full((5,), torch.nan, dtype=torch.float64)
         if n is None:
-            n = sum(len(y) for _, y in loading.passes(batches, tangent.device, label="counting"))
-    n = ranks.count(n, "the number of examples")
-    return Probe(n, f[0, ..., 0].numel(), f.shape[-1], tangent.layout.size, first)
+            n, sums = fixed.count(batches, tangent.device)
+    told = ranks.meet("the number of examples", words=torch.cat([torch.tensor([n]), sums.view(torch.int64)]))
+    n, sums = sum(int(one[0]) for one in told), torch.stack([one[1:].view(torch.float64) for one in told]).sum(0)
+    return Probe(n, f[0, ..., 0].numel(), f.shape[-1], tangent.layout.size, first, sums=sums)
 
 
 @dataclass
 class Running:
     """What a pass has so far."""
 
-    mutable: ClassVar[tuple[str, ...]] = ("accumulator", "n", "targets", "statistics")
+    mutable: ClassVar[tuple[str, ...]] = ("accumulator", "n", "targets", "inputs", "statistics")
     accumulator: Any
     n: int = 0
     targets: int = 0
+    inputs: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     statistics: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)  # in the end
     batches: tuple[Any, ...] = ()
+
+    def read(self, x: Any, y: Any) -> None:
+        """Inputs as they come, before any are left out."""
+        self.inputs = self.inputs + fixed.input_sums(x, len(y) if isinstance(y, Tensor) and y.ndim else 0)
 
     def count(self, y: Tensor, statistics: dict[str, Tensor]) -> None:
         self.n += len(y)
@@ -132,11 +146,12 @@ def accumulate(
     generator = generator or torch.Generator().manual_seed(0)
     batches = loading.as_batches(data, sharded=True)
     weights = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
-    seen = replace(seen or probe(tangent, batches), weights=weights)
+    seen = replace(seen or probe(tangent, batches, likelihood), weights=weights)
     structure = structure.resolved(seen, factor)
     first = getattr(structure, "first", None)
     if first is None and basis is not None:
         raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
+    given = basis is not None  # of other data, perhaps
     place = as_checkpoint(checkpoint, every)
     if hasattr(structure, "streamed"):  # it keeps a reference to the data, and no sums of its own
         state = structure.streamed(
@@ -159,9 +174,11 @@ def accumulate(
             seen=seen,
             checkpoint=within,
         )
-    accumulator = one.begun(basis)
+    accumulator, before = one.begun(basis), None if given or basis is None else basis.inputs
     del basis  # its memory, before the pass
     state = merged(one.state(one.run(accumulator, journal)), one.ranks)
+    for inputs in (seen.sums, before):
+        fixed.check_inputs(state.inputs, inputs)
     likelihood.check(state.statistics)
     if journal is not None:
         journal.done()
@@ -230,6 +247,7 @@ class Pass:
                 stream = journal.through(stream, running, own)
             for x, y in _pieces(self.tangent, stream, size):
                 loading.check_finite(x, "the inputs")
+                running.read(x, y)
                 x, y = _heard(self.tangent, likelihood, x, y, running)
                 if isinstance(y, Tensor) and y.ndim and not len(y):
                     continue
@@ -262,6 +280,7 @@ class Pass:
             parts=parts,
             coverage=self.structure.coverage(parts, self.tangent),
             targets=running.targets,
+            inputs=running.inputs,
         )
 
 

@@ -48,6 +48,7 @@ def without(whole: State, part: State) -> State:
         sums={k: v - part.sums[k] for k, v in whole.sums.items()},
         batches=_rows_left(whole, part) if whole.holds_data else (),
         targets=None if whole.targets is None or part.targets is None else (whole.targets - part.targets) % 2**64,
+        inputs=None if whole.inputs is None or part.inputs is None else whole.inputs - part.inputs,
         cache={},
     )
     _check_statistics(whole, left)

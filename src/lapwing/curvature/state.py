@@ -45,6 +45,7 @@ class State:
     coverage: dict[str, str] = field(default_factory=dict)
     source: Any = None  # of products over the data, for the matrix-free form only; never saved
     targets: int | None = None  # a digest of what was fitted to, in any order; None where it is not known
+    inputs: Tensor | None = None  # sums over the inputs (fixed.py), by which another pass is known; None: not known
     paired: bool = False  # whether those weights are of outputs and of pairs of them (likelihoods/polarization.py)
     lost: float = 0.0  # decimal digits that cancelled when data were taken out, at the most
     cache: dict[Any, Any] = field(default_factory=dict)  # factorizations, made on demand
@@ -104,6 +105,7 @@ class State:
             batches=self.batches + other.batches,
             source=None if self.source is None or other.source is None else self.source + other.source,
             targets=None if self.targets is None or other.targets is None else (self.targets + other.targets) % 2**64,
+            inputs=None if self.inputs is None or other.inputs is None else self.inputs + other.inputs,
             lost=max(self.lost, other.lost),
             cache={},
         )
@@ -121,16 +123,17 @@ def merged(state: State, ranks: Ranks) -> State:
         return state
     what = f"merging states of {state.structure}"
     held = {kind: {k: (v.shape, v.dtype, bool(v.any())) for k, v in tensors.items()} for kind, tensors in _sums(state)}
-    told = ranks.gather((state.n, state.targets, held), f"{what} with {state.parts}")
-    full = {kind: _filled(tensors, [one[kind] for _, _, one in told], state) for kind, tensors in _sums(state)}
-    targets = [one for _, one, _ in told]
+    told = ranks.gather((state.n, state.targets, state.inputs, held), f"{what} with {state.parts}")
+    full = {kind: _filled(tensors, [one[kind] for *_, one in told], state) for kind, tensors in _sums(state)}
+    targets, inputs = [one for _, one, _, _ in told], [one for _, _, one, _ in told]
     return replace(
         state,
-        n=sum(n for n, _, _ in told),
+        n=sum(n for n, *_ in told),
         statistics=ranks.totals(full["statistics"], what),
         sums=ranks.totals(full["sums"], what),
         batches=tuple(ranks.joined(state.batches, what)) if any(ranks.gather(state.holds_data)) else (),
         targets=None if None in targets else sum(targets) % 2**64,
+        inputs=None if any(one is None for one in inputs) else torch.stack(inputs).sum(0),
     )
 
 

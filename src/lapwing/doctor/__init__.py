@@ -121,8 +121,8 @@ class _Visit:
             return
         self.findings += self.attempt("loader", lambda: list(loader_checks(batches, sample))) or []
         self.findings += value_checks(sample.spread)
-        if not self.failed():
-            self._run(sample)
+        if all(f.topic in ("loader", "augmentation") for f in self.findings if f.severity == "error"):
+            self._run(sample)  # what is wrong with the order of data, or their number, is no matter here
 
     def _run(self, sample: Sample) -> None:
         x = sample.first[0]
@@ -137,7 +137,7 @@ class _Visit:
             return
         f, x = self.outputs[0], sample.spread[0][0]
         self.findings += self.attempt("model", lambda: list(output_checks(tangent, f, x))) or []
-        checks = lambda: list(likelihood_checks(self.model, self.likelihood, self.outputs, sample))  # noqa: E731
+        checks = lambda: list(likelihood_checks(tangent, self.likelihood, self.outputs, sample))  # noqa: E731
         self.findings += self.attempt("likelihood", checks) or []
         if not self.failed("outputs", "targets"):
             self.findings += self.attempt("gradient", lambda: self._gradients(tangent, sample)) or []

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lapwing import data as loading
-from lapwing import tree
+from lapwing import fixed, tree
 from lapwing.curvature import rules
 from lapwing.doctor.reading import Batch, Sample
 from lapwing.doctor.report import Finding
@@ -182,6 +182,7 @@ def loader_checks(batches: Any, sample: Sample) -> Iterator[Finding]:
             "build the loader with drop_last=False"
         )
         yield Finding("warning", "loader", message)
+    yield from _stream(batches, sample)
     sampler = batches.sampler if isinstance(batches, DataLoader) else None
     yield from _sampling(sampler)
     if sample.n is None:
@@ -197,6 +198,23 @@ def loader_checks(batches: Any, sample: Sample) -> Iterator[Finding]:
         message = f"{plural(sample.n, 'example')} in batches of {sample.batch:,}{order}"
         yield Finding("ok", "loader", message)
     yield from _augmentation(sample)
+
+
+def _stream(batches: Any, sample: Sample) -> Iterator[Finding]:
+    if not isinstance(batches, DataLoader) or not isinstance(batches.dataset, IterableDataset):
+        return
+    if batches.drop_last:
+        message = (
+            "drop_last=True leaves out the last examples of the stream, how many only a pass would tell, and curvature "
+            "and evidence are sums over data; build the loader with drop_last=False"
+        )
+        yield Finding("warning", "loader", message)
+    if fixed.starts_twice(batches, sample.spread):
+        message = (
+            f"{batches.num_workers} workers begin with the same batch, so each reads the whole stream, and examples "
+            "would count several times; share it out by torch.utils.data.get_worker_info(), or use num_workers=1"
+        )
+        yield Finding("error", "loader", message)
 
 
 def _sampling(sampler: Any) -> Iterator[Finding]:
@@ -218,30 +236,24 @@ def _augmentation(sample: Sample) -> Iterator[Finding]:
     if sample.again is None:
         return
     parts = [
-        what for what, a, b in zip(("inputs", "targets"), sample.first, sample.again, strict=True) if not same(a, b)
+        what
+        for what, a, b in zip(("inputs", "targets"), sample.first, sample.again, strict=True)
+        if not tree.same(a, b)
     ]
     if not parts:
         yield Finding("ok", "augmentation", "two reads of the first batch agree: no random augmentation")
     elif sample.indexed:
         message = (
             f"two reads of the same examples give different {' and '.join(parts)}: a random augmentation is on. The "
-            "curvature would be that of one random copy of the data; fit on a dataset without it"
+            "curvature would be that of one random copy of the data, and is refused; fit on a dataset without it"
         )
-        yield Finding("warning", "augmentation", message)
+        yield Finding("error", "augmentation", message)
     else:
         message = (
             f"two passes start with different {' and '.join(parts)}: shuffling is fine, random augmentation is not; a "
-            "stream does not say which it is, so make sure that none is on"
+            "stream does not say which it is before the fit, which compares two passes and refuses the latter"
         )
         yield Finding("note", "augmentation", message)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Two trees with equal tensors (NaN equal to NaN)."""
-    mine, theirs = tree.tensors(a), tree.tensors(b)
-    return len(mine) == len(theirs) and all(
-        s.shape == t.shape and bool(((s == t) | ((s != s) & (t != t))).all()) for s, t in zip(mine, theirs, strict=True)
-    )
 
 
 def value_checks(batches: tuple[Batch, ...]) -> Iterator[Finding]:

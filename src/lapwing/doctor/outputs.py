@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lapwing import tree
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.curvature.applied import applied
 from lapwing.doctor.reading import Sample
 from lapwing.doctor.report import Finding
 from lapwing.errors import LapwingError
@@ -64,42 +65,33 @@ def _apart(tangent: TangentModel, f: Tensor, x: Any) -> float:
 
 
 def likelihood_checks(
-    model: nn.Module, likelihood: Likelihood, outputs: list[Tensor], sample: Sample
+    tangent: TangentModel, likelihood: Likelihood, outputs: list[Tensor], sample: Sample
 ) -> Iterator[Finding]:
     """`outputs` are those of the batches of sample.spread."""
     f = outputs[0]
-    found = [*_link(model, likelihood, f), *_targets(likelihood, outputs, sample)]
+    found = [*_link(tangent, likelihood, f, sample.spread[0][0]), *_targets(likelihood, outputs, sample)]
     yield from found
     if not any(finding.severity in ("error", "warning") for finding in found):
         shape = "(n, " + "".join(f"{s}, " for s in f.shape[1:])[:-2] + ")"
         yield Finding("ok", "likelihood", f"outputs {shape} and targets suit {likelihood.name}")
 
 
-def _link(model: nn.Module, likelihood: Likelihood, outputs: Tensor) -> Iterator[Finding]:
+def _link(tangent: TangentModel, likelihood: Likelihood, outputs: Tensor, x: Any) -> Iterator[Finding]:
     """A softmax or sigmoid applied by the network that the likelihood applies again."""
     f = flat_outputs(outputs)
-    rounding = min(100 * torch.finfo(outputs.dtype).eps, 1e-2)
-    if likelihood.response == "softmax" and f.shape[-1] > 1:
-        if bool((f >= 0).all()) and bool(((f.sum(-1) - 1).abs() < rounding).all()):
-            message = (
-                "the outputs are probabilities already (each row sums to 1) and would pass a softmax twice; take the "
-                "softmax out of the network, or give logits by forward=lambda model, x: model(x).log()"
-            )
-            yield Finding("error", "likelihood", message)
-        elif bool((torch.logsumexp(f, -1).abs() < 10 * rounding).all()):
-            message = (
-                "the outputs are log-probabilities (log_softmax is applied); curvature and evidence are the same, but "
-                "link='probit' sees other variances: prefer logits, the default link, or link='probit_centered'"
-            )
-            yield Finding("note", "likelihood", message)
-    if likelihood.response == "sigmoid" and bool(((f >= 0) & (f <= 1)).all()):
-        sure = isinstance(list(model.modules())[-1], nn.Sigmoid)
-        if sure or f.numel() >= ENOUGH:
-            message = (
-                f"all {f.numel()} outputs lie in [0, 1], as if a sigmoid were applied already; bernoulli wants logits: "
-                "take it out of the network, or use forward=lambda model, x: torch.logit(model(x))"
-            )
-            yield Finding("error" if sure else "warning", "likelihood", message)
+    sure, words = applied(tangent, likelihood, f, x)
+    if words:
+        yield Finding("error" if sure else "warning", "likelihood", words)
+    elif likelihood.response == "softmax" and f.shape[-1] > 1 and _log_softmax(f):
+        message = (
+            "the outputs are log-probabilities (log_softmax is applied); curvature and evidence are the same, but "
+            "link='probit' sees other variances: prefer logits, the default link, or link='probit_centered'"
+        )
+        yield Finding("note", "likelihood", message)
+
+
+def _log_softmax(f: Tensor) -> bool:
+    return bool((torch.logsumexp(f, -1).abs() < min(1e3 * torch.finfo(f.dtype).eps, 0.1)).all())
 
 
 def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Sample) -> Iterator[Finding]:

@@ -66,7 +66,7 @@ def ella(
     bound = as_prior(prior, tangent.layout, tangent.device)
     if hasattr(bound, "at"):
         raise Unsupported("ella's prior cannot look at the curvature; use a precision or 'layerwise', not 'gprior'")
-    seen = probe(tangent, batches)
+    seen = probe(tangent, batches, likelihood)
     generator = generator or torch.Generator().manual_seed(0)
     rows = StreamedRows(tangent, _anchors(tangent, batches, seen, anchors, generator, progress), budget)
     directions, share = _directions(rows, bound, rank)

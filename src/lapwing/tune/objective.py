@@ -101,7 +101,7 @@ def begin(
         names = [*bound.hyperparameters, *known.hyperparameters]
         raise InvalidValue(f"fixed={unknown} names no hyperparameter; they are {names}")
     try:
-        seen = probe(tangent, batches)
+        seen = probe(tangent, batches, known)
     except LapwingError:
         raise
     except (RuntimeError, TypeError, IndexError) as error:

@@ -1,0 +1,81 @@
+"""Outputs that have been through the likelihood's own response already: softmax(softmax(·)), sigmoid(sigmoid(·)).
+
+Such a network runs and fits, and every number of it is wrong. Values give it away: rows that are not negative and sum
+to 1, or outputs within [0, 1]. That is proof for a softmax once there are some rows; a sigmoid's range could be chance,
+so the graph of one run is asked what the network ends with.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.likelihoods import Likelihood
+from lapwing.tangent import TangentModel
+from lapwing.tangent.kernels import plain_kernels
+from lapwing.tangent.linearize import evaluating
+
+ROWS, VALUES = 8, 32  # that sum to 1, or lie in [0, 1], before it is called no chance
+MOVES = (
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Transpose",
+    "Permute",
+    "T",
+    "Select",
+    "Slice",
+    "Clone",
+)
+
+
+def applied(tangent: TangentModel, likelihood: Likelihood, f: Tensor, x: Any) -> tuple[bool, str]:
+    """Whether outputs f (m, c) of inputs x are probabilities already, for sure, and in words; "" where they are not."""
+    if likelihood.response == "softmax" and f.shape[-1] > 1 and _sums_to_one(f):
+        sure = len(f) >= ROWS or ends_with(tangent, x, "Softmax")
+        return sure, "" if not sure else (
+            "the outputs are probabilities already (each row sums to 1) and would pass a softmax twice; take the "
+            "softmax out of the network, or give logits by forward=lambda model, x: model(x).log()"
+        )
+    if likelihood.response == "sigmoid" and bool(((f >= 0) & (f <= 1)).all()):
+        sure = ends_with(tangent, x, "Sigmoid")
+        return sure, "" if not sure and f.numel() < VALUES else (
+            f"all {f.numel()} outputs lie in [0, 1], as if a sigmoid were applied already; {likelihood.name} wants "
+            "logits: take it out of the network, or use forward=lambda model, x: torch.logit(model(x))"
+        )
+    return False, ""
+
+
+def check_applied(tangent: TangentModel, likelihood: Likelihood, f: Tensor, x: Any) -> None:
+    """Raise where outputs are probabilities already; warn where they may be."""
+    sure, words = applied(tangent, likelihood, f, x)
+    if words and sure:
+        raise InvalidValue(words)
+    if words:
+        warnings.warn(words, LapwingWarning, stacklevel=6)
+
+
+def _sums_to_one(f: Tensor) -> bool:
+    rounding = min(100 * torch.finfo(f.dtype).eps, 1e-2)
+    return bool((f >= 0).all()) and bool(((f.sum(-1) - 1).abs() < rounding).all())
+
+
+def ends_with(tangent: TangentModel, x: Any, what: str) -> bool:
+    """Whether the last that the network computes is "Softmax" or "Sigmoid", but for views of it."""
+    weights = {name: t.detach().requires_grad_() for name, t in tangent.params.items()}
+    with torch.enable_grad(), evaluating(tangent.model), plain_kernels():
+        node = tangent.apply(weights, x).grad_fn
+    while node is not None and _operation(node) in MOVES:
+        node = node.next_functions[0][0]
+    return node is not None and _operation(node) == what
+
+
+def _operation(node: Any) -> str:
+    """'Sigmoid' for SigmoidBackward0."""
+    return str(node.name()).rpartition("Backward")[0].lstrip("_")
