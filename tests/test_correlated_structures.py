@@ -177,6 +177,15 @@ def test_shards_add_and_can_be_taken_out(name: str) -> None:
         close(linalg.to_dense(left.posterior.precision), part + spread(LAMBDA).diag(), 1e-7)
 
 
+def test_one_range_serves_every_weight() -> None:
+    """Rows that are dependent have many orthonormal bases, and the members of a batch of them need not get the same."""
+    p, likelihood = problem(), CorrelatedGaussian(R)
+    for n in (1, 2, 5):
+        state = lw.accumulate(LowRank(P, passes=2), lw.linearize(p.net), likelihood, (p.x[:n], p.y[:n]))
+        tests = state.basis["tests"]
+        assert torch.equal(tests, tests[:1].expand_as(tests))
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_a_file_gives_it_back(name: str, tmp_path: Any) -> None:
     p = problem()
@@ -222,15 +231,15 @@ def test_more_passes_come_nearer_to_the_top_eigenpairs() -> None:
 def test_a_sketch_of_a_sum_with_weights_must_be_of_a_semidefinite_matrix(mixture: Tensor) -> None:
     roots = torch.randn(2, 7, 7, dtype=torch.float64)
     parts, tests = roots @ roots.mT, torch.randn(3, 7, dtype=torch.float64)
-    V, inside, cores = span_of(tests @ parts, tests)
+    span = span_of(tests @ parts, tests)
     w = mixture.double()
     if float(w.min()) < 0:
         with pytest.raises(lw.errors.NotPositiveDefinite, match="positive semidefinite"):
-            mixed_root(inside, cores, w)
+            mixed_root(span, w)
         return
-    L, whole = mixed_root(inside, cores, w), torch.einsum("h,hpq->pq", w, parts)
-    close(V.mT @ L @ L.mT @ V, whole @ tests.mT @ torch.linalg.inv(tests @ whole @ tests.mT) @ tests @ whole)
-    assert not mixed_root(inside, cores, 0 * w).any()
+    L, whole = mixed_root(span, w), torch.einsum("h,hpq->pq", w, parts)
+    close(span.V.mT @ L @ L.mT @ span.V, whole @ tests.mT @ torch.linalg.inv(tests @ whole @ tests.mT) @ tests @ whole)
+    assert not mixed_root(span, 0 * w).any()
 
 
 # -- noise that is learnt ------------------------------------------------------------------------------------------
