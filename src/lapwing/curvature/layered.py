@@ -129,10 +129,10 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
 
     def stored(key: str) -> Tensor:
         """Cast once: every evaluation of the evidence asks for it."""
-        name = f"{part.name}/{key}"
-        kept = state.cache.get(name)
+        cast = state.cache.setdefault(("cast", part.name), {})
+        kept = cast.get(key)
         if kept is None or kept.dtype != weights.dtype or kept.device != weights.device:
-            kept = state.cache[name] = state.sums[name].to(weights)
+            kept = cast[key] = state.sums[f"{part.name}/{key}"].to(weights)
         return kept
 
     if part.kind == "kron":
@@ -140,13 +140,13 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
         mixed = b[0] if len(weights) == 1 else torch.einsum("h,hboq->boq", weights, b)
         s = (weights[0] if len(weights) == 1 else weights.new_ones(())) / stored("count").clamp(min=1)
         eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
-        cache = state.cache.setdefault(part.name, {}) if len(weights) == 1 else {}
+        cache = state.kept_of(part.name) if len(weights) == 1 else {}
         a = state.sums[f"{part.name}/A"].to(weights.device) if len(weights) == 1 else stored("A")
         return KroneckerOperator(a, mixed, s, name=part.name, eps=eps, cache=cache)
     if part.kind == "dense":
         gram = stored("gram")
         if len(weights) == 1:
-            return Dense(gram[0], weights[0], cache=state.cache.setdefault(part.name, {}))
+            return Dense(gram[0], weights[0], cache=state.kept_of(part.name))
         return Dense(torch.einsum("h,hab->ab", weights, gram))
     if part.kind == "diagonal":
         return DiagonalOperator(weights @ stored("diagonal"), part.size)
