@@ -27,6 +27,7 @@ class Layout:
 
     shapes: dict[str, torch.Size]  # full shapes, before masking
     masks: dict[str, Tensor]  # bool masks, only for partly selected parameters
+    empty: tuple[str, ...] = ()  # selected too, and without elements, so that they are in no vector
 
     def numel(self, name: str) -> int:
         return int(self.masks[name].sum()) if name in self.masks else math.prod(self.shapes[name])

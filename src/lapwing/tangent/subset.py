@@ -49,9 +49,13 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
     bad = [name for name in chosen if not named[name].is_floating_point()]
     if bad:
         raise InvalidValue(f"parameters {bad} are not floating point; leave them out of the subset")
+    empty = tuple(name for name in named if name in chosen and not named[name].numel())
+    if len(empty) == len(chosen):
+        raise InvalidValue(f"parameters {list(empty)} have no elements; there is nothing to be Bayesian about in them")
     return Layout(
-        shapes={name: p.shape for name, p in named.items() if name in chosen},
+        shapes={name: p.shape for name, p in named.items() if name in chosen and name not in empty},
         masks={name: mask for name, mask in chosen.items() if mask is not None},
+        empty=empty,
     )
 
 
