@@ -4,7 +4,7 @@ themselves: the dual form, low rank, matrix-free, ELLA, and the g-prior; against
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
 import lapwing as lw
-from lapwing.curvature import Full, LowRank, MatrixFree
+from lapwing.curvature import Full, Kronecker, LowRank, MatrixFree
 from lapwing.likelihoods import CorrelatedGaussian, Gaussian, Weighted, polarization
 from lapwing.operators import linalg
 from lapwing.solvers.nystrom import mixed_root, span_of
@@ -177,6 +177,15 @@ def test_shards_add_and_can_be_taken_out(name: str) -> None:
         close(linalg.to_dense(left.posterior.precision), part + spread(LAMBDA).diag(), 1e-7)
 
 
+def test_one_range_serves_every_weight() -> None:
+    """Rows that are dependent have many orthonormal bases, and the members of a batch of them need not get the same."""
+    p, likelihood = problem(), CorrelatedGaussian(R)
+    for n in (1, 2, 5):
+        state = lw.accumulate(LowRank(P, passes=2), lw.linearize(p.net), likelihood, (p.x[:n], p.y[:n]))
+        tests = state.basis["tests"]
+        assert torch.equal(tests, tests[:1].expand_as(tests))
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_a_file_gives_it_back(name: str, tmp_path: Any) -> None:
     p = problem()
@@ -222,15 +231,15 @@ def test_more_passes_come_nearer_to_the_top_eigenpairs() -> None:
 def test_a_sketch_of_a_sum_with_weights_must_be_of_a_semidefinite_matrix(mixture: Tensor) -> None:
     roots = torch.randn(2, 7, 7, dtype=torch.float64)
     parts, tests = roots @ roots.mT, torch.randn(3, 7, dtype=torch.float64)
-    V, inside, cores = span_of(tests @ parts, tests)
+    span = span_of(tests @ parts, tests)
     w = mixture.double()
     if float(w.min()) < 0:
         with pytest.raises(lw.errors.NotPositiveDefinite, match="positive semidefinite"):
-            mixed_root(inside, cores, w)
+            mixed_root(span, w)
         return
-    L, whole = mixed_root(inside, cores, w), torch.einsum("h,hpq->pq", w, parts)
-    close(V.mT @ L @ L.mT @ V, whole @ tests.mT @ torch.linalg.inv(tests @ whole @ tests.mT) @ tests @ whole)
-    assert not mixed_root(inside, cores, 0 * w).any()
+    L, whole = mixed_root(span, w), torch.einsum("h,hpq->pq", w, parts)
+    close(span.V.mT @ L @ L.mT @ span.V, whole @ tests.mT @ torch.linalg.inv(tests @ whole @ tests.mT) @ tests @ whole)
+    assert not mixed_root(span, 0 * w).any()
 
 
 # -- noise that is learnt ------------------------------------------------------------------------------------------
@@ -356,3 +365,64 @@ def test_a_certificate_of_the_exact_form_is_clean() -> None:
     la = lw.laplace(p.net, p.data, CorrelatedGaussian(R), structure=Full("dual"), prior=LAMBDA)
     found = la.certify(16)
     assert abs(float(found.trace.value) - 1) < 1e-6
+
+
+# -- gradients that are all rounding -------------------------------------------------------------------------------
+
+
+class Keys(nn.Module):
+    """Attention with keys of their own, whose gradient, summed over positions, is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=3, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x[..., :3], x[..., :3], need_weights=False)[0].mean(1))
+
+
+class Sign(nn.Module):
+    """A layer whose one output is normalized to ±1, so that no output depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 1), nn.Linear(1, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(nn.functional.normalize(self.a(x[:, 0]), dim=-1)) + self.c(x[:, 0])
+
+
+ROUNDED = {"reduce": Kronecker(sharing="reduce"), "kron": "kron", "ekfac": "ekfac", "diag": "diag"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("structure", ROUNDED)
+@pytest.mark.parametrize("make", [Keys, Sign])
+def test_a_curvature_that_is_all_rounding_is_none(make: Any, structure: str, dtype: torch.dtype) -> None:
+    """At any noise, also one that is nearly singular; tuned to a single precision, and to one a layer."""
+    near = torch.ones(3, 3, dtype=torch.float64) + 1e-4 * torch.eye(3, dtype=torch.float64)
+    for seed, n in ((0, 1), (1, 1), (2, 2), (3, 20)):
+        torch.manual_seed(seed)
+        net, x, y = make().to(dtype), torch.randn(n, 3, 4, dtype=dtype), torch.randn(n, 3, dtype=dtype)
+        for noise in (R, near):
+            for prior in (1e-3, "layerwise"):
+                la = lw.laplace(net, (x, y), CorrelatedGaussian(noise), structure=ROUNDED[structure], prior=prior)
+                assert torch.isfinite(la.log_evidence())
+                assert float(linalg.diagonal(la.posterior.precision).min()) > 0
+                assert torch.isfinite(la.predict(x).covariance).all()
+
+
+@pytest.mark.parametrize("off", [1e-3, 1e-9])
+def test_a_curvature_that_is_indefinite_beyond_rounding_is_refused(off: float) -> None:
+    p = problem()
+    la = lw.laplace(p.net, p.data, CorrelatedGaussian(R), structure="kron", prior=LAMBDA)
+    key = next(k for k in la.state.sums if k.endswith("/B"))
+    size = float(la.state.sums[key].abs().max())
+    one = torch.einsum("h,hboq->boq", CorrelatedGaussian(R).curvature_weights("exact"), la.state.sums[key])
+    values, vectors = torch.linalg.eigh(one[0])
+    weights, wrong = CorrelatedGaussian(R).curvature_weights("exact"), la.state.sums[key].clone()
+    wrong[0] -= (values[0] + off * size) * torch.outer(vectors[:, 0], vectors[:, 0]) / weights[0]
+    state = replace(la.state, sums=la.state.sums | {key: wrong}, cache={})
+    with pytest.raises(lw.errors.NotPositiveDefinite, match="indefinite"):
+        linalg.logdet(linalg.shift(lw.posterior.curvature(state, CorrelatedGaussian(R)), la.prior.operator()))

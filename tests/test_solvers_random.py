@@ -83,12 +83,48 @@ def test_a_sketch_follows_its_formula(seed: int) -> None:
 def test_products_that_are_off_by_rounding_are_shifted_and_shifted_back(seed: int) -> None:
     g = psd(seed, torch.cat([torch.linspace(1, 3, 8), torch.full((6,), -1e-5)]))
     tests = normal(seed + 10, 12, 14)
-    found = from_sketch(tests @ g, tests)
+    found = from_sketch(tests @ g, tests, torch.finfo(torch.float32).eps)
     assert 1e-5 < found.shift < 1e-4
     moved = g + found.shift * torch.eye(14)
     y = tests @ moved
     values = torch.linalg.eigvalsh(y.mT @ torch.linalg.solve(y @ tests.mT, y)).flip(0)[:12]
     torch.testing.assert_close(found.values, (values - found.shift).clamp(min=0), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("p", "k"), [(40, 40), (40, 7), (900, 30)])
+def test_rounding_is_no_skew_and_a_skew_is_no_rounding(dtype: torch.dtype, p: int, k: int, seed: int) -> None:
+    """Sums of products in the dtype pass, whatever the rank; a skew far above what they leave does not, nor does a
+    negative eigenvalue."""
+    eps, tests = torch.finfo(dtype).eps, normal(seed, k, p)
+    rows = (normal(seed + 10, 5, p) * decaying(p)).to(dtype)  # fewer than test vectors: ΩGΩᵀ is singular
+    sketch = ((rows @ tests.to(dtype).mT).mT @ rows).double()
+    g = rows.double().mT @ rows.double()
+    found = from_sketch(sketch, tests, eps)
+    assert found.shift < 2e-3 * float(found.values[0])
+    wrong = normal(seed + 20, p, p)
+    skew = (wrong - wrong.mT) / torch.linalg.matrix_norm(wrong - wrong.mT, 2)
+    size = torch.linalg.matrix_norm(g, 2)
+    with pytest.raises(InvalidValue, match="not symmetric"):
+        from_sketch(sketch + 1e5 * eps * size * tests @ skew, tests, eps)
+    with pytest.raises(NotPositiveDefinite, match="positive semidefinite"):
+        from_sketch(sketch - 1e5 * eps * size * tests @ tests.mT @ tests / p, tests, eps)
+
+
+def test_a_skew_of_a_thousandth_is_refused() -> None:
+    g, tests = psd(0, torch.linspace(1, 3, 14)), normal(1, 5, 14)
+    skew = normal(2, 14, 14)
+    with pytest.raises(InvalidValue, match="not symmetric"):
+        from_sketch(tests @ (g + 1e-3 * (skew - skew.mT) / torch.linalg.matrix_norm(skew - skew.mT, 2)), tests)
+
+
+def test_rounding_that_takes_over_is_said() -> None:
+    g, tests = psd(0, torch.linspace(1, 3, 14)), normal(1, 5, 14)
+    tests[4] = tests[3] + 1e-9 * tests[4]
+    noisy = tests @ g + 1e-9 * normal(3, 5, 14)
+    with pytest.raises(InvalidValue, match=r"nearly dependent.*smaller rank"):
+        from_sketch(noisy, tests, 1e-9)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

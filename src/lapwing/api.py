@@ -591,7 +591,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None,
 
 def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:
     likelihood = _served(check_sums(state), likelihood)
-    frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in state.layout.shapes)
+    treated = state.layout.shapes.keys() | state.coverage.keys()
+    frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in treated)
     return Laplace(state, placed(prior, state), likelihood, memory_budget=budget, frozen=frozen)
 
 

@@ -7,9 +7,10 @@ With an element mask, a parameter's entry is the 1-D tensor of its selected elem
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ class Layout:
 
     shapes: dict[str, torch.Size]  # full shapes, before masking
     masks: dict[str, Tensor]  # bool masks, only for partly selected parameters
+    empty: tuple[str, ...] = ()  # selected too, and without elements, so that they are in no vector
 
     def numel(self, name: str) -> int:
         return int(self.masks[name].sum()) if name in self.masks else math.prod(self.shapes[name])
@@ -82,6 +84,13 @@ class Layout:
 def layer_of(name: str) -> str:
     """The module that owns a parameter: 'block.fc1' for 'block.fc1.weight', '' for one of the root's own."""
     return name.rpartition(".")[0]
+
+
+def chosen(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern means: the one that it is, letter by letter, or else those that it matches as a glob. So
+    a name that holds *, ? or [ means itself."""
+    names = list(names)
+    return [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 def plain(tree: Any) -> Any:

@@ -278,10 +278,15 @@ class Pass:
             basis=getattr(running.accumulator, "basis", {}),
             batches=running.batches,
             parts=parts,
-            coverage=self.structure.coverage(parts, self.tangent),
+            coverage=covered(self.structure, parts, self.tangent),
             targets=running.targets,
             inputs=running.inputs,
         )
+
+
+def covered(structure: Any, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+    """How each selected parameter is treated; those without elements need no treatment."""
+    return structure.coverage(parts, tangent) | dict.fromkeys(tangent.layout.empty, "no elements")
 
 
 def _pass_names(structure: Any, basis: State | None) -> list[str]:

@@ -73,6 +73,7 @@ def _candidates(tangent: TangentModel) -> tuple[list[Part], dict[str, str]]:
     """Modules with a rule for some of their parameters, and why the other parameters have none."""
     names = {id(p): n for n, p in tangent.model.named_parameters()}
     users = Counter(names[id(p)] for m in tangent.model.modules() for p in m._parameters.values() if p is not None)
+    taken = set(names.values())
     parts: list[Part] = []
     reasons: dict[str, str] = {}
     for name in tangent.layout.names:
@@ -90,6 +91,7 @@ def _candidates(tangent: TangentModel) -> tuple[list[Part], dict[str, str]]:
                 b, o, i = site.shape
                 width = (i if "weight" in mine else 0) + ("bias" in mine)
                 name = ".".join(part for part in (path, site.name) if part)
+                name = name if name not in taken else f"{path}..{site.name}"  # a parameter has the name of a site
                 own = Part(name, "", mine.get("weight"), mine.get("bias"), (b, o, width), site.transposed, site.kernel)
                 parts.append(replace(own, site=site.name))
                 claimed.update(mine.values())

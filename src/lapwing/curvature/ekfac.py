@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lapwing.curvature.accumulate import Accumulator, Probe
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.layered import Kronecker, LayeredSum, part_operator
+from lapwing.curvature.layered import Kronecker, LayeredSum, never_negative, part_operator
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import DenseInputs
 from lapwing.curvature.state import State
@@ -101,7 +101,7 @@ def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Ten
 def _operator(part: Part, state: State, weights: Tensor) -> Any:
     if part.kind != "kron":
         return part_operator(part, state, weights)
-    values = torch.einsum("h,hboi->boi", weights, state.sums[f"{part.name}/values"])
+    values = never_negative(torch.einsum("h,hboi->boi", weights, state.sums[f"{part.name}/values"]), state)
     ua, ub = state.basis.get(f"{part.name}/UA"), state.basis[f"{part.name}/UB"]
     return EigenKroneckerOperator(values, ua, ub, name=part.name)
 

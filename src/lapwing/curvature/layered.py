@@ -31,6 +31,7 @@ from lapwing.operators import Kronecker as KroneckerOperator
 from lapwing.tangent import TangentModel
 
 SMALL = 1024  # parameters of a generic or element-wise part that still gets a dense block
+ROUNDING = 1e3  # units in the last place of a gradient
 SIDE = 8192  # of a Kronecker factor; a layer with a longer one (a head over a vocabulary) gets its exact diagonal
 
 
@@ -129,10 +130,10 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
 
     def stored(key: str) -> Tensor:
         """Cast once: every evaluation of the evidence asks for it."""
-        name = f"{part.name}/{key}"
-        kept = state.cache.get(name)
+        cast = state.cache.setdefault(("cast", part.name), {})
+        kept = cast.get(key)
         if kept is None or kept.dtype != weights.dtype or kept.device != weights.device:
-            kept = state.cache[name] = state.sums[name].to(weights)
+            kept = cast[key] = state.sums[f"{part.name}/{key}"].to(weights)
         return kept
 
     if part.kind == "kron":
@@ -140,17 +141,43 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
         mixed = b[0] if len(weights) == 1 else torch.einsum("h,hboq->boq", weights, b)
         s = (weights[0] if len(weights) == 1 else weights.new_ones(())) / stored("count").clamp(min=1)
         eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
-        cache = state.cache.setdefault(part.name, {}) if len(weights) == 1 else {}
+        cache = state.kept_of(part.name) if len(weights) == 1 else {}
         a = state.sums[f"{part.name}/A"].to(weights.device) if len(weights) == 1 else stored("A")
-        return KroneckerOperator(a, mixed, s, name=part.name, eps=eps, cache=cache)
+        rounding = _rounding(state, weights, b, stored("count"), eps) if state.paired else 0.0
+        return KroneckerOperator(a, mixed, s, name=part.name, eps=eps, rounding=rounding, cache=cache)
     if part.kind == "dense":
         gram = stored("gram")
         if len(weights) == 1:
-            return Dense(gram[0], weights[0], cache=state.cache.setdefault(part.name, {}))
+            return Dense(gram[0], weights[0], cache=state.kept_of(part.name))
         return Dense(torch.einsum("h,hab->ab", weights, gram))
     if part.kind == "diagonal":
-        return DiagonalOperator(weights @ stored("diagonal"), part.size)
+        return DiagonalOperator(never_negative(weights @ stored("diagonal"), state), part.size)
     return DiagonalOperator(weights.new_zeros(part.size), part.size)
+
+
+def never_negative(sums: Tensor, state: State) -> Tensor:
+    """Σ_h w_h v_h of sums of squares v_h. Weights of pairs have both signs, but are those of a positive definite
+    matrix, so what is below zero is rounding."""
+    return sums.clamp(min=0) if state.paired else sums
+
+
+def _rounding(state: State, weights: Tensor, b: Tensor, count: Tensor, eps: float) -> float:
+    """What rounding may make of an eigenvalue of Σ_h w_h B_h, whose terms cancel where weights have both signs.
+
+    A gradient that is zero but for rounding (that of keys in attention, summed over positions) gives a B that is all
+    rounding: ε times the gradients it came from, squared. Those are of the size of other layers', or of the cotangents,
+    which are 1 at unit noise."""
+    if "largest" not in state.cache:
+        found = [_largest(state.sums[f"{part.name}/B"]) for part in state.parts if part.kind == "kron"]
+        state.cache["largest"] = torch.stack(found).amax(0)
+    w = weights.detach().abs()
+    own, others = (float(w @ size.to(w)) for size in (_largest(b), state.cache["largest"]))
+    return 100 * b.shape[-1] * eps * own + (ROUNDING * eps) ** 2 * (others + float(w.sum() * count))
+
+
+def _largest(b: Tensor) -> Tensor:
+    """The largest entry of each B_h, (h,)."""
+    return b.abs().flatten(1).amax(1)
 
 
 class LayeredSum:

@@ -24,7 +24,7 @@ from lapwing import tree
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.full import physical_memory
+from lapwing.curvature.memory import physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import State
@@ -92,15 +92,16 @@ class LowRank:
             return basis.basis["tests"]
         sketch = basis.sums["sketch"]
         if basis.paired:
-            sketch = torch.einsum("h,hkp->kp", weights.detach().to(sketch), sketch).expand_as(sketch)
-        return torch.linalg.qr(sketch.mT)[0].mT.contiguous()
+            one = torch.einsum("h,hkp->kp", weights.detach().to(sketch), sketch)
+            return _range(one).expand_as(sketch)  # once: equal members of a batch may get other bases
+        return _range(sketch)
 
     def operator(self, state: State, weights: Tensor) -> RootPlusDiagonal:
         if state.paired:
             return self._together(state, weights)
         if "root" not in state.cache:
             pairs = zip(state.sums["sketch"], self.tests(state), strict=True)
-            roots = [from_sketch(sketch, test).root for sketch, test in pairs]
+            roots = [from_sketch(sketch, test, _eps(state)).root for sketch, test in pairs]
             state.cache["root"] = torch.cat(roots)
         root = state.cache["root"]
         index = torch.arange(len(weights), device=weights.device).repeat_interleave(len(root) // len(weights))
@@ -110,12 +111,12 @@ class LowRank:
     def _together(self, state: State, weights: Tensor) -> RootPlusDiagonal:
         """Vᵀ L Lᵀ V; without a gradient to carry, by the k rows Lᵀ V."""
         if "span" not in state.cache:
-            state.cache["span"] = span_of(state.sums["sketch"], self.tests(state)[0])
-        V, inside, cores = state.cache["span"]
-        L = mixed_root(inside, cores, weights)
+            state.cache["span"] = span_of(state.sums["sketch"], self.tests(state)[0], _eps(state))
+        span = state.cache["span"]
+        L = mixed_root(span, weights)
         if L.requires_grad:
-            return RootPlusDiagonal(HeldRows(V), Mixed(L), cache=state.cache)
-        return RootPlusDiagonal(HeldRows(L.mT @ V), Diagonal(L.new_ones(1), L.shape[1]))
+            return RootPlusDiagonal(HeldRows(span.V), Mixed(L), cache=state.cache)
+        return RootPlusDiagonal(HeldRows(L.mT @ span.V), Diagonal(L.new_ones(1), L.shape[1]))
 
     def tests(self, state: State) -> Tensor:
         """Ω (h, k, p)."""
@@ -140,6 +141,16 @@ class LowRank:
         shares = torch.where(true > 0, own / true, 1.0).tolist()
         total = float(own.sum() / true.sum()) if bool(true.any()) else 1.0
         return total, dict(zip(state.layout.names, shares, strict=True))
+
+
+def _range(sketch: Tensor) -> Tensor:
+    """Orthonormal rows that span those of Y (..., k, p)."""
+    return torch.linalg.qr(sketch.mT)[0].mT.contiguous()
+
+
+def _eps(state: State) -> float:
+    """Of the products that its sketch was summed from, with the digits that removals have cost."""
+    return torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps * 10**state.lost
 
 
 class SketchSum:

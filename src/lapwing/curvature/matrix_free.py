@@ -21,7 +21,7 @@ from torch import Tensor
 from lapwing import data as loading
 from lapwing import tree
 from lapwing.curvature import overflow
-from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe, accumulate, flat_outputs
+from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe, accumulate, covered, flat_outputs
 from lapwing.curvature.checkpoint import Checkpoint
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Diagonal, Kronecker
@@ -411,7 +411,7 @@ class MatrixFree:
             factor=Factor("exact"),
             weights=weights,
             source=source(state, likelihood, weights, batches, self.memory_budget),
-            coverage=dict.fromkeys(tangent.layout.names, "exact, by products"),
+            coverage=covered(self, state.parts, tangent),
         )
 
     def near_factor(self, weights: int, columns: int) -> Factor:

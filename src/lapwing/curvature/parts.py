@@ -38,7 +38,7 @@ class Part:
     @property
     def module(self) -> str:
         """The path of the module."""
-        return self.name[: -len(self.site)].removesuffix(".") if self.site else self.name
+        return self.name[: -len(self.site)].rstrip(".") if self.site else self.name
 
     @property
     def size(self) -> int:

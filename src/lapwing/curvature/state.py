@@ -74,6 +74,10 @@ class State:
         """Decimal digits that its sums are good to, after what removals have cost."""
         return -math.log10(self.eps) - self.lost
 
+    def kept_of(self, part: str) -> dict[Any, Any]:
+        """Where factorizations of one part are kept: apart from those of the whole, whatever the part is called."""
+        return self.cache.setdefault(("part", part), {})
+
     def belongs(self, other: State, verb: str = "add") -> None:
         """Raise unless the sums of both are of the same kind, at the same weights."""
         for what, mine, theirs in [

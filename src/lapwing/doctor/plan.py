@@ -7,7 +7,6 @@ training, reading included.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import torch
 
 from lapwing import arguments
 from lapwing.curvature import BUDGET, Full
+from lapwing.curvature.accumulate import covered
+from lapwing.curvature.memory import physical_memory
 from lapwing.doctor.needs import Need, Problem, Rates, measure, need, survey, with_products
 from lapwing.doctor.reading import Sample
 from lapwing.doctor.report import Cost
@@ -131,16 +132,15 @@ def _treatment(problem: Problem, structure: str) -> dict[str, str]:
     """What la.coverage will say."""
     chosen = arguments.as_structure(structure, problem.seen, problem.working)
     if isinstance(chosen, Full):
-        return replace(chosen, form="primal" if problem.primal else "dual").coverage((), problem.tangent) | _rest(
-            problem
-        )
+        full = replace(chosen, form="primal" if problem.primal else "dual")
+        return covered(full, (), problem.tangent) | _rest(problem)
     parts = chosen.parts(problem.tangent, problem.seen.inputs)
-    return chosen.coverage(parts, problem.tangent) | _rest(problem)
+    return covered(chosen, parts, problem.tangent) | _rest(problem)
 
 
 def _rest(problem: Problem) -> dict[str, str]:
-    names = (n for n, _ in problem.tangent.model.named_parameters())
-    return {n: "frozen" for n in names if n not in problem.tangent.layout.shapes}
+    names, layout = (n for n, _ in problem.tangent.model.named_parameters()), problem.tangent.layout
+    return {n: "frozen" for n in names if n not in layout.shapes and n not in layout.empty}
 
 
 def free_memory(device: torch.device) -> int:
@@ -152,7 +152,4 @@ def free_memory(device: torch.device) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 8 * 2**30
+    return physical_memory()

@@ -271,7 +271,7 @@ def _pretend_decomposed(state: State) -> None:
         ones = [torch.ones(t.shape[0], t.shape[-1], dtype=torch.float64, device=b.device) for t in (a, b)]
         eyes = [torch.diag_embed(one) for one in ones]
         vectors = ones[0], None if a.ndim == 2 else eyes[0], ones[1], eyes[1]
-        state.cache.setdefault(part.name, {})["eigenvectors"] = vectors
+        state.kept_of(part.name)["eigenvectors"] = vectors
 
 
 def _tiled(x: Any, n: int) -> Any:

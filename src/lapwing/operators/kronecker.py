@@ -34,6 +34,7 @@ class Kronecker:
     diag: Diagonal | None = None
     name: str = "a layer"
     eps: float = torch.finfo(torch.float64).eps  # of the numbers that the factors were summed from
+    rounding: float = 0.0  # of B, where terms of both signs cancel in it
     cache: dict[Any, Any] = field(default_factory=dict)  # of A and B: shared by every s and every single value of D
 
     @property
@@ -135,7 +136,7 @@ class Kronecker:
         if self._fresh():
             a, b = self.whitened() if self.diag is not None else (self.inputs, self.b)
             values = [a if a.ndim == 2 else torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b)]
-            l, m = (linalg.clip(v, eps=self.eps)[0] for v in values)
+            l, m = linalg.clip(values[0], eps=self.eps)[0], self._clip_outputs(values[1])[0]
             return m.unsqueeze(-1) * l.unsqueeze(-2)
         kept = self.kept
         if "eigenvalues" not in kept:
@@ -146,10 +147,16 @@ class Kronecker:
                 l = a.to(self.b) if a.ndim == 2 else self._eigvalsh(a)
                 m = self._eigvalsh(b)
             l, first = linalg.clip(l, eps=self.eps)
-            m, second = linalg.clip(m, eps=self.eps)
+            m, second = self._clip_outputs(m)
             kept["eigenvalues"] = m.unsqueeze(-1) * l.unsqueeze(-2)
             kept["clipping"] = {k: first[k] + second[k] for k in ("clipped",)}
         return kept["eigenvalues"]
+
+    def _clip_outputs(self, m: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Eigenvalues of B or B' without what rounding took below zero."""
+        if not self.rounding or self.diag is None or self.diag.uniform:
+            return linalg.clip(m, eps=self.eps, rounding=self.rounding)
+        return linalg.clip(m, eps=self.eps, rounding=self.rounding / float(self.separated[0].detach().min()))
 
     def _eigvalsh(self, matrix: Tensor) -> Tensor:
         """Eigenvalues in the precision that the factor was summed in: in float32 that is half the time."""
@@ -164,7 +171,7 @@ class Kronecker:
             a, b = (t.detach() for t in (self.whitened() if self.diag is not None else (self.inputs, self.b)))
             l, ua = (a, None) if a.ndim == 2 else torch.linalg.eigh(a)
             m, ub = torch.linalg.eigh(b)
-            out = linalg.clip(l, eps=self.eps)[0], ua, linalg.clip(m, eps=self.eps)[0], ub
+            out = linalg.clip(l, eps=self.eps)[0], ua, self._clip_outputs(m)[0], ub
             if fresh:
                 return out
             kept["eigenvectors"] = out

@@ -140,12 +140,15 @@ def spectrum(matrix: Tensor, psd: bool) -> tuple[Tensor, dict[str, float]]:
     return clip(values, psd)
 
 
-def clip(values: Tensor, psd: bool = True, eps: float | None = None) -> tuple[Tensor, dict[str, float]]:
-    """Clip rounding below zero; `eps` is that of the numbers the matrix was summed from, if coarser."""
+def clip(
+    values: Tensor, psd: bool = True, eps: float | None = None, rounding: float = 0.0
+) -> tuple[Tensor, dict[str, float]]:
+    """Clip rounding below zero; `eps` is that of the numbers the matrix was summed from, if coarser, and `rounding` its
+    size where the matrix is small against what it was made from."""
     if not psd:
         return values, {"clipped": 0.0, "least": float(values.min())}
     eps = eps or torch.finfo(values.dtype).eps
-    rounding = 100 * values.shape[-1] * eps * float(values.detach().abs().max())
+    rounding = max(rounding, 100 * values.shape[-1] * eps * float(values.detach().abs().max()))
     least = float(values.detach().min())
     if least < -rounding:
         raise not_positive_definite(least)

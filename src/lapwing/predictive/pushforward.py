@@ -15,7 +15,7 @@ from torch import Tensor
 from lapwing import tree
 from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.cover import cover
-from lapwing.curvature.full import physical_memory
+from lapwing.curvature.memory import physical_memory
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.data import check_finite
 from lapwing.distributed import ALONE

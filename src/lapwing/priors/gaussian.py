@@ -11,7 +11,6 @@ A prior is made loose (`Gaussian(2.0, per="layer")`) and *bound* to a network's 
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing import tree
 from lapwing.errors import InvalidValue
 from lapwing.operators import Diagonal
 from lapwing.tree import Layout, layer_of
@@ -136,14 +136,17 @@ def _group(per: Any, layout: Layout) -> tuple[tuple[str, ...], Tensor | None]:
     if per == "all":
         return ("all",), None
     if per == "layer":
-        names = tuple(dict.fromkeys(layer_of(n) or "(root)" for n in layout.names))
-        number = {n: names.index(layer_of(n) or "(root)") for n in layout.names}
-        return names, None if len(names) == 1 else _constant_index(number, layout)
+        layers = list(dict.fromkeys(layer_of(n) for n in layout.names))
+        number = {n: layers.index(layer_of(n)) for n in layout.names}
+        return tuple(_label(layer, layers) for layer in layers), (
+            None if len(layers) == 1 else _constant_index(number, layout)
+        )
     if per == "weight":
         return (), None  # named on request: they can be millions
     if per == "unit":
         return _units(layout)
-    number = {name: _match(name, per) for name in layout.names}
+    meant = [tree.chosen(pattern, layout.names) for pattern in per]
+    number = {name: _match(name, per, meant) for name in layout.names}
     unused = [pattern for i, pattern in enumerate(per) if i not in number.values()]
     if unused:
         raise InvalidValue(f"prior patterns {unused} match no selected parameter; they are {list(layout.names)}")
@@ -156,11 +159,12 @@ def _constant_index(number: dict[str, int], layout: Layout) -> Tensor:
 
 def _units(layout: Layout) -> tuple[tuple[str, ...], Tensor]:
     names: list[str] = []
+    layers = [layer_of(name) for name in layout.names]
     start: dict[tuple[str, int], int] = {}
     full = {}
     for name, shape in layout.shapes.items():
         length = shape[0] if len(shape) else 1
-        layer = layer_of(name) or "(root)"
+        layer = _label(layer_of(name), layers)
         key = layer, length
         if key not in start:
             label = name if any(other == layer for other, _ in start) else layer  # a layer's other lengths
@@ -173,8 +177,18 @@ def _units(layout: Layout) -> tuple[tuple[str, ...], Tensor]:
     return tuple(names[i] for i in used.tolist()), index
 
 
-def _match(name: str, patterns: tuple[str, ...]) -> int:
-    hits = [i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)]
+def _label(layer: str, layers: list[str]) -> str:
+    """What a layer's group is called: "(root)" for the parameters of the model itself, unless a layer has that name."""
+    if layer:
+        return layer
+    label = "(root)"
+    while label in layers:
+        label = f"({label})"
+    return label
+
+
+def _match(name: str, patterns: tuple[str, ...], meant: list[list[str]]) -> int:
+    hits = [i for i, names in enumerate(meant) if name in names]
     if len(hits) != 1:
         found = [patterns[i] for i in hits] or "none"
         raise InvalidValue(

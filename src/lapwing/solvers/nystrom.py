@@ -18,7 +18,9 @@ from lapwing.errors import InvalidValue, NotPositiveDefinite
 from lapwing.solvers.estimate import Estimate, mean_of
 from lapwing.solvers.product import Product, product
 
-ROUGH = 1e-3  # of the largest eigenvalue, by which products in a coarse dtype may be off
+ROUNDING = 1e3  # units in the last place of ‖Ω‖‖Y‖ by which ΩYᵀ may be off; sums over networks and data take 0.1 to 5
+ROUGH = 1e-3  # of the largest eigenvalue, which rounding may at most become where test vectors are nearly dependent
+EPS = torch.finfo(torch.float64).eps
 PROBES = 8  # vectors, beside the test vectors, that tell what is missing
 
 
@@ -38,8 +40,9 @@ class Nystrom:
 
 
 @torch.no_grad()
-def nystrom(mv: Product, size: int, rank: int, generator: torch.Generator | None = None) -> Nystrom:
-    """Approximate a G (size, size) by `rank` test vectors and a few probes, in one call of mv."""
+def nystrom(mv: Product, size: int, rank: int, generator: torch.Generator | None = None, eps: float = EPS) -> Nystrom:
+    """Approximate a G (size, size) by `rank` test vectors and a few probes, in one call of mv, whose products are good
+    to `eps`."""
     if size < 1 or rank < 1:
         raise InvalidValue(f"a rank and a size of at least 1 are needed, got rank {rank} of size {size}")
     generator = generator or torch.Generator().manual_seed(0)
@@ -47,17 +50,20 @@ def nystrom(mv: Product, size: int, rank: int, generator: torch.Generator | None
     tests = torch.randn(rank, size, generator=generator, dtype=torch.float64, device=generator.device)
     z = 2.0 * torch.randint(0, 2, (PROBES, size), generator=generator, device=generator.device).double() - 1
     sketch, image = product(mv, torch.cat([tests, z])).split([rank, PROBES])
-    found = from_sketch(sketch, tests)
+    found = from_sketch(sketch, tests, eps)
     left = (z * image).sum(-1) - (z @ found.root.mT).square().sum(-1)
     return Nystrom(found.values, found.vectors, found.shift, mean_of(left))
 
 
-def from_sketch(sketch: Tensor, tests: Tensor) -> Nystrom:
-    """Ĝ from Y = Ω G (k, p) and Ω (k, p), k ≤ p."""
+def from_sketch(sketch: Tensor, tests: Tensor, eps: float = EPS) -> Nystrom:
+    """Ĝ from Y = Ω G (k, p) and Ω (k, p), k ≤ p; `eps` is that of the numbers that Y was summed from."""
+    sketch = sketch.to(torch.float64)
+    length = float(_length(tests) * _length(sketch))
+    _check(sketch @ tests.mT, length, eps)
     q, upper = torch.linalg.qr(tests.mT)  # Ω = upperᵀ qᵀ
-    y = torch.linalg.solve_triangular(upper.mT, sketch.to(torch.float64), upper=False)  # qᵀ G
+    y = torch.linalg.solve_triangular(upper.mT, sketch, upper=False)  # qᵀ G
     core = y @ q
-    shift = _rounding(core, y)
+    shift = _shift(core, float(torch.linalg.matrix_norm(y)))
     if shift == 0:
         return Nystrom(core.new_zeros(len(core)), q.mT.contiguous(), 0.0)
     y.add_(q.mT, alpha=shift)
@@ -68,42 +74,83 @@ def from_sketch(sketch: Tensor, tests: Tensor) -> Nystrom:
     return Nystrom((s.square() - shift).clamp(min=0), v, shift)
 
 
-def _rounding(core: Tensor, y: Tensor) -> float:
-    """ν for qᵀGq and qᵀG: no less than what rounding has made of the core, which its skew part tells for products in a
-    coarse dtype; 0 for G = 0."""
-    size = float(torch.linalg.matrix_norm(core, 2))
-    skew = float(torch.linalg.matrix_norm(core - core.mT, 2))
-    if not skew <= ROUGH * size:
-        raise InvalidValue(f"the matrix is not symmetric: uᵀGv and vᵀGu differ by {skew:.3g}, of {size:.3g}; check mv")
-    least = float(torch.linalg.eigvalsh(0.5 * (core + core.mT))[0])
-    if least < -ROUGH * size:
+def _check(core: Tensor, length: float, eps: float) -> None:
+    """Raise unless Ω G Ωᵀ (k, k) is symmetric and positive semidefinite, up to the rounding of its terms. They are of
+    size ‖Ω‖‖Y‖. In Ω's own coordinates no condition number enters, so that rounding is far below what is wrong."""
+    allowed = min(ROUGH, ROUNDING * eps) * length
+    skew = float(_length(core - core.mT))
+    if not skew <= allowed:
+        raise InvalidValue(
+            f"the matrix is not symmetric: uᵀGv and vᵀGu differ by {skew:.3g}, of {length:.3g}, and rounding explains "
+            f"{allowed:.3g}; check mv"
+        )
+    least = float(torch.linalg.eigvalsh(_symmetric(core))[0])
+    if least < -allowed:
         raise NotPositiveDefinite(
-            f"a Nyström approximation needs a positive semidefinite matrix: got vᵀGv = {least:.3g} for a unit vector; "
+            f"a Nyström approximation needs a positive semidefinite matrix: got vᵀGv = {least:.3g}, of {length:.3g}; "
             "use the generalized Gauss-Newton matrix, not a Hessian"
         )
-    eps = torch.finfo(core.dtype).eps
-    return max(eps * float(torch.linalg.matrix_norm(y)) * len(core) ** 0.5, -2 * least, skew) if size else 0.0
+
+
+def _shift(core: Tensor, length: float) -> float:
+    """ν for qᵀGq (k, k), made from rows qᵀG of this length: no less than what rounding has made of the core, which its
+    skew part and its least eigenvalue tell; 0 for G = 0, up to rounding."""
+    rounding = EPS * length * len(core) ** 0.5
+    size = float(_length(core))
+    if size <= rounding:
+        return 0.0
+    shift = max(rounding, -2 * float(torch.linalg.eigvalsh(_symmetric(core))[0]), float(_length(core - core.mT)))
+    if not shift <= 2 * ROUGH * size:
+        raise InvalidValue(
+            f"rounding has become {shift / size:.2g} of the matrix, since the test vectors are nearly dependent or "
+            "terms of both signs cancel; use a smaller rank, or a network in float64"
+        )
+    return shift
+
+
+def _length(matrix: Tensor) -> Tensor:
+    """The largest singular value of (..., k, p), k ≤ p, without a copy of it."""
+    return torch.linalg.eigvalsh(matrix @ matrix.mT)[..., -1].clamp(min=0).sqrt()
+
+
+def _symmetric(core: Tensor) -> Tensor:
+    return 0.5 * (core + core.mT)
 
 
 def _cholesky(core: Tensor, shift: float) -> Tensor:
     eye = torch.eye(len(core), dtype=core.dtype, device=core.device)
-    return torch.linalg.cholesky(0.5 * (core + core.mT) + shift * eye)
+    return torch.linalg.cholesky(_symmetric(core) + shift * eye)
 
 
 # -- of a sum with weights ----------------------------------------------------------------------------------------
 
 
-def span_of(sketches: Tensor, tests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From Y_h = Ω G_h (h, k, p) with one Ω (k, p): orthonormal rows V (r, p) that span all of them, and with Ω made
-    orthonormal ΩG_hVᵀ (h, k, r) and ΩG_hΩᵀ (h, k, k)."""
+@dataclass(frozen=True, eq=False)
+class Span:
+    """What sketches Y_h = Ω G_h (h, k, p) with one Ω (k, p) tell of every Σ_h w_h G_h."""
+
+    V: Tensor  # (r, p), orthonormal rows that span all of them
+    inside: Tensor  # with Ω made orthonormal, Ω G_h Vᵀ (h, k, r)
+    cores: Tensor  # and Ω G_h Ωᵀ (h, k, k)
+    upper: Tensor  # (k, k), which makes them those of Ω itself: upperᵀ core upper
+    lengths: Tensor  # ‖Ω‖‖Y_h‖ (h,)
+    eps: float  # of the numbers that Y was summed from
+
+
+def span_of(sketches: Tensor, tests: Tensor, eps: float = EPS) -> Span:
+    sketches = sketches.to(torch.float64)
     q, upper = torch.linalg.qr(tests.mT)
-    y = torch.linalg.solve_triangular(upper.mT, sketches.to(torch.float64), upper=False)
+    y = torch.linalg.solve_triangular(upper.mT, sketches, upper=False)
     V = torch.linalg.qr(y.flatten(0, 1).mT)[0].mT.contiguous()
-    return V, y @ V.mT, y @ q
+    return Span(V, y @ V.mT, y @ q, upper, _length(tests) * _length(sketches), eps)
 
 
-def mixed_root(inside: Tensor, cores: Tensor, weights: Tensor) -> Tensor:
+def mixed_root(span: Span, weights: Tensor) -> Tensor:
     """L (r, k) with Ĝ = Vᵀ L Lᵀ V of Σ_h w_h G_h ⪰ 0, differentiable in w, whose signs may differ."""
-    y, core = torch.einsum("h,hkr->kr", weights, inside), torch.einsum("h,hij->ij", weights, cores)
-    shift = _rounding(core.detach(), y.detach())
-    return torch.linalg.solve_triangular(_cholesky(core, shift or 1.0), y, upper=False).mT
+    y, core = torch.einsum("h,hkr->kr", weights, span.inside), torch.einsum("h,hij->ij", weights, span.cores)
+    w, fixed = weights.detach().abs(), core.detach()
+    _check(span.upper.mT @ fixed @ span.upper, float(w @ span.lengths), span.eps)
+    shift = _shift(fixed, float(w @ torch.linalg.matrix_norm(span.inside)))
+    if shift == 0:
+        return 0 * y.mT
+    return torch.linalg.solve_triangular(_cholesky(core, shift), y, upper=False).mT

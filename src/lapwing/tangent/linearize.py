@@ -32,7 +32,7 @@ from lapwing.tangent import proof
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
 from lapwing.tangent.layout import ChannelsLast, apt, channels_last
-from lapwing.tangent.subset import Forward, Swapped, select
+from lapwing.tangent.subset import Forward, Swapped, compiled, select
 from lapwing.tree import Layout
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def linearize(
 
 def unwrapped(model: Any) -> Any:
     """The network that torch.compile and DistributedDataParallel wrap, in any order."""
-    while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
+    while compiled(model) or isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
     return model
 
@@ -84,7 +84,7 @@ def _check(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise InvalidValue(f"parameter {name} is uninitialized (a lazy module); run the model once first")
-        if hasattr(p, "full_tensor") or "_flat_param" in name:  # a DTensor, and what FSDP made before there were any
+        if hasattr(p, "full_tensor") or getattr(p, "_is_flat_param", False):  # a DTensor, or of the first FSDP
             raise InvalidValue(
                 f"parameter {name} is cut over processes (FSDP, DTensor), and every process needs the whole network; "
                 "load its full state dict into a plain copy"

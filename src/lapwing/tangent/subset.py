@@ -2,14 +2,13 @@
 
 "all"            every parameter with requires_grad
 "last_layer"     found by tracing a batch: the last layer called, if everything passes through it
-["fc.*", ...]    globs over named_parameters() names
+["fc.*", ...]    globs over named_parameters() names; one that is a name means that parameter
 {name: mask}     boolean masks in the parameters' shapes (lapwing.subsets makes some)
 mask             one boolean vector over all parameters with requires_grad, in named_parameters() order
 """
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing import tree
 from lapwing.errors import InvalidValue
 from lapwing.tree import Layout
 
@@ -49,17 +49,26 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
     bad = [name for name in chosen if not named[name].is_floating_point()]
     if bad:
         raise InvalidValue(f"parameters {bad} are not floating point; leave them out of the subset")
+    empty = tuple(name for name in named if name in chosen and not named[name].numel())
+    if len(empty) == len(chosen):
+        raise InvalidValue(f"parameters {list(empty)} have no elements; there is nothing to be Bayesian about in them")
     return Layout(
-        shapes={name: p.shape for name, p in named.items() if name in chosen},
+        shapes={name: p.shape for name, p in named.items() if name in chosen and name not in empty},
         masks={name: mask for name, mask in chosen.items() if mask is not None},
+        empty=empty,
     )
+
+
+def compiled(model: Any) -> bool:
+    """Whether this is what torch.compile made of a module, and not a module with a part of that name."""
+    return type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod")
 
 
 def trainable(model: nn.Module) -> Layout:
     """The layout of every floating-point parameter that requires grad."""
     if not isinstance(model, nn.Module):
         raise InvalidValue(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    named = dict(getattr(model, "_orig_mod", model).named_parameters())  # what torch.compile wraps
+    named = dict((model._orig_mod if compiled(model) else model).named_parameters())  # type: ignore[union-attr]
     lazy = [name for name, p in named.items() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise InvalidValue(f"parameter {lazy[0]} is uninitialized (a lazy module); run the model once first")
@@ -91,11 +100,10 @@ def _globs(patterns: Sequence[str], named: Mapping[str, Tensor]) -> dict[str, Te
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise InvalidValue(f"a subset is a list of globs over parameter names, got {pattern!r} in it")
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
+        if not tree.chosen(pattern, named):
             raise InvalidValue(f"subset pattern {pattern!r} matches no parameter; they are {list(named)}")
-    chosen: dict[str, Tensor | None] = {
-        name: None for name in named if any(fnmatch.fnmatchcase(name, p) for p in patterns)
-    }
+    meant = {name for pattern in patterns for name in tree.chosen(pattern, named)}
+    chosen: dict[str, Tensor | None] = {name: None for name in named if name in meant}
     if not chosen:
         raise InvalidValue("the subset is empty; give at least one pattern")
     return chosen

@@ -21,7 +21,6 @@ deep learning. ICML 2021.
 from __future__ import annotations
 
 import copy
-import fnmatch
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lapwing import tree
 from lapwing.curvature import State
 from lapwing.data import as_batches
 from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
@@ -164,7 +164,7 @@ class OnlineEvidence:
             hyperparameters={
                 **summary("precision", prior.precision, prior.names),
                 **{k: v for name, t in likelihood.hyperparameters.items() for k, v in summary(name, t).items()},
-                **{k: v for name in self.names for k, v in summary(name, self.model.get_parameter(name)).items()},
+                **self._network(),
             },
             at_bound=len(at_bound),
         )
@@ -262,6 +262,12 @@ class OnlineEvidence:
             factor=self.factor,
             forward=self.forward,
         )
+
+    def _network(self) -> dict[str, float]:
+        """The network's hyperparameters, apart from those of prior and likelihood, whatever they are called."""
+        taken = {"precision", *self.likelihood.hyperparameters}
+        found = {f"model.{n}" if n in taken else n: self.model.get_parameter(n) for n in self.names}
+        return {k: v for name, t in found.items() for k, v in summary(name, t).items()}
 
     def _move_model(self, state: State, prior: Any, likelihood: Any) -> None:
         generator = torch.Generator().manual_seed(self.epoch)
@@ -380,11 +386,12 @@ def _matched(model: Any, patterns: Sequence[str]) -> tuple[str, ...]:
         raise InvalidValue(f"hyperparameters is a list of globs over parameter names, got {patterns!r}")
     names = [n for n, p in model.named_parameters() if p.requires_grad] if patterns else []
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if not tree.chosen(pattern, names):
             raise InvalidValue(
                 f"hyperparameters: {pattern!r} matches no parameter that requires grad; they are {names}"
             )
-    found = tuple(n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns))
+    meant = {name for pattern in patterns for name in tree.chosen(pattern, names)}
+    found = tuple(n for n in names if n in meant)
     if found and len(found) == len(names):
         raise InvalidValue("hyperparameters= takes every parameter, and leaves no weight to be Bayesian about")
     return found
