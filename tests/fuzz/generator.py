@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from blocks import block
+from blocks import block, unchecked
 from layers import BRIDGES, Size, after, example
 from torch import Tensor, nn
 
@@ -87,10 +87,9 @@ def network(rng: random.Random, c: int, end: Callable[[], nn.Module]) -> Drawn:
 def _differentiable(drawn: Drawn) -> bool:
     """Whether torch itself has gradients: not where a layer in place spoils what the one before has saved."""
     try:
-        outputs(drawn.model.eval(), drawn.inputs(2, torch.float32)).sum().backward()
+        outputs(unchecked(drawn.model).eval(), drawn.inputs(2, torch.float32)).sum().backward()
     except RuntimeError:
         return False
-    drawn.model.zero_grad(set_to_none=True)
     return True
 
 

@@ -8,13 +8,12 @@ f ~ N(f, J (G + A)⁻¹ Jᵀ)
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from blocks import Checkpointed
+from blocks import unchecked
 from generator import outputs
 from observations import Observation
 from torch import Tensor, nn
@@ -23,10 +22,17 @@ from torch.utils import _pytree
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """A copy in float64 and eval mode, every parameter of which has a gradient; nothing is run twice."""
-    out = copy.deepcopy(model).double().eval().requires_grad_(True)
+    out = unchecked(model).double().eval().requires_grad_(True)
     for module in out.modules():
-        if isinstance(module, Checkpointed):
-            module.active = False
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+            module.register_forward_hook(_ordered)
+    return out
+
+
+def _ordered(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """Gradients in torch's own order: of one example with channels last, instance norm's backward pass is wrong."""
+    if out.requires_grad:
+        out.register_hook(lambda g: g.contiguous())
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import loader
 from oracle import covariance, jacobian
 from structures import precision_of
 from torch import Tensor, nn
@@ -71,3 +72,37 @@ def test_tuning_a_covariance_from_one_example_does_not_lower_the_evidence(weight
         y = likelihood.pack(y, torch.ones(1).double())
     la = lw.laplace(net, (x, y), likelihood)
     assert float(la.tuned(center="map").log_evidence()) >= float(la.log_evidence()) - 1e-6
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"affine": True}, {"affine": True, "track_running_stats": True}])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_instance_norm_of_one_example_is_that_of_several(dims: int, options: dict[str, bool], structure: str) -> None:
+    """torch's backward pass is wrong for one example whose gradient has its channels last, and convolutions in float32
+    run so: error bars of one input were up to eight times those of the same input in a batch."""
+    torch.manual_seed(0)
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    norm = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[dims - 1]
+    first = nn.Sequential(conv(1, 3, 3, padding=1), norm(3, **options), nn.Tanh())
+    then = nn.Sequential(conv(3, 2, 3, padding=1), norm(2, **options), nn.Tanh(), nn.Flatten())
+    net = nn.Sequential(first, then, nn.Linear(2 * 3**dims, 2))
+    x, y = torch.randn(5, 1, *[3] * dims), torch.randn(5, 2)
+    la = lw.laplace(net, (x, y), "gaussian", structure=structure)
+    several = la.predict(x).f_var
+    alone = torch.cat([la.predict(one.unsqueeze(0)).f_var for one in x])
+    assert_close(alone, several, rtol=1e-3, atol=1e-4)
+
+
+def test_instance_norm_behind_a_transpose() -> None:
+    """The same in float64, where nothing runs with channels last: the network itself turns the gradient."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.Flatten(2), Turn(), nn.Flatten(),
+                        nn.Linear(16, 3)).double()  # fmt: skip
+    x, y = torch.randn(4, 4, 2, 2).double(), torch.randn(4, 3).double()
+    fits = [lw.laplace(net, loader(x, y, size), "gaussian", structure="full") for size in (1, 4)]
+    assert_close(precision_of(fits[0]), precision_of(fits[1]), rtol=1e-8, atol=1e-8)
+
+
+class Turn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
