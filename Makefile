@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PEERS  := .venv-peers
 PSTAMP := $(PEERS)/.installed
 
-.PHONY: env demo test lint test-peers bench clean
+.PHONY: env demo test lint soak test-peers bench clean
 
 env: $(STAMP)
 
@@ -27,6 +27,10 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Opt-in, most of an hour: 2,000 random networks, 5,000 mutated files, 200 kills; figures into docs/reliability.md.
+soak: env
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/soak.py
 
 # Opt-in: the peers of the field, as oracles and rivals, in an environment of their own.
 $(PSTAMP): pyproject.toml constraints.txt

@@ -176,8 +176,11 @@ def _run_in_steps(tangent: TangentModel, record: Record, x: Any) -> bool:
     eps = max(torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point())
     if not bool((f - want).abs().max() <= min(0.1, 1e4 * eps) * want.abs().max().clamp(min=1e-30)):
         return False
-    try:
-        record.pull(torch.zeros_like(f).unsqueeze(1))
+    outs, zero = [record.outputs[part.name] for part in record.called], torch.zeros_like(f)
+    if not outs:
+        return True
+    try:  # without reading the gradients: rows of other layers may be of some examples only
+        record.reverse(lambda: torch.autograd.grad(record.f, outs, zero, retain_graph=True, allow_unused=True))
     except CheckpointError:
         return False
     return True

@@ -23,6 +23,7 @@ from lapwing.likelihoods import polarization
 from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
 
 LOW, HIGH = 1e-6, 1e3  # standard deviations, of those of the targets
+FLOOR = 1e-8  # of a direction's variance, relative to the mean: R and its inverse have Cholesky factors in float64
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,11 @@ class CorrelatedGaussian(Likelihood):
         return {"covariance": _log(self.covariance.detach())}
 
     def moved(self, coordinates: dict[str, Tensor]) -> CorrelatedGaussian:
+        """R = exp X, and so much of its mean variance in every direction that R can be inverted: few examples leave
+        directions without noise, and a search that follows them ends in rounding."""
         X = coordinates["covariance"]
-        return self.replace(covariance=torch.linalg.matrix_exp(0.5 * (X + X.mT)))
+        R = torch.linalg.matrix_exp(0.5 * (X + X.mT))
+        return self.replace(covariance=R + torch.diag_embed(FLOOR * R.diagonal().mean().expand(len(R))))
 
     def limits(self, statistics: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """Of log R: of its diagonal those of noise per output; R starts at the residuals' covariance."""
@@ -138,7 +142,7 @@ class CorrelatedGaussian(Likelihood):
         low = torch.diag_embed((LOW**2 * spread).log() + wide.diagonal()) - wide
         high = torch.diag_embed((HIGH**2 * spread).log() - wide.diagonal()) + wide
         start = statistics["outer"] / statistics["count"]
-        start = start + torch.diag_embed(1e-8 * spread)  # residuals may leave a direction out
+        start = start + torch.diag_embed(FLOOR * spread)  # residuals may leave a direction out
         return {"covariance": (low, high, _log(start).clamp(low + 1, high - 1))}
 
     def wanted(self, statistics: dict[str, Tensor], slope: Tensor) -> dict[str, Tensor]:

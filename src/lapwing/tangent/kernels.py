@@ -2,7 +2,8 @@
 
 Fused kernels are fast and lack forward-mode derivatives or batching rules: attention (use the math kernel), the
 inference path of nn.MultiheadAttention and TransformerEncoderLayer (switch it off), LSTM through oneDNN (switch
-oneDNN off, only when needed, since convolutions live there), embedding bags (compose them from gathers).
+oneDNN off, only when needed, since convolutions live there), embedding bags (compose them from gathers). One is wrong:
+the backward pass of instance norm, of one example whose gradient has its channels last (compose it from means).
 Every pass of a tangent model runs under `plain_kernels`; its values are those of the fused kernels up to rounding.
 """
 
@@ -25,7 +26,7 @@ def plain_kernels(onednn: bool = True) -> Iterator[None]:
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), ComposedInstanceNorm():
             if onednn:
                 yield
             else:
@@ -58,6 +59,40 @@ class ComposedEmbeddingBag(TorchFunctionMode):
         if func is F.embedding_bag:
             return composed_embedding_bag(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+class ComposedInstanceNorm(TorchFunctionMode):
+    """Replaces the fused instance norm. It is a batch norm of (1, n·c, ...): for n = 1 a gradient with channels last
+    (behind a transpose, or a convolution that runs so) is read in the wrong order, in torch 2.13 and before."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (composed_instance_norm if func is F.instance_norm else func)(*args, **(kwargs or {}))
+
+
+def composed_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """F.instance_norm by means over positions; one that would update running statistics is left to torch."""
+    if use_input_stats and running_mean is not None:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    column = (-1, *[1] * (input.ndim - 2))  # one number a channel
+    if use_input_stats:
+        dims = tuple(range(2, input.ndim))
+        mean, variance = input.mean(dims, keepdim=True), input.var(dims, unbiased=False, keepdim=True)
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        mean, variance = running_mean.reshape(column), running_var.reshape(column)
+    out = (input - mean) / (variance + eps).sqrt()
+    out = out if weight is None else out * weight.reshape(column)
+    return out if bias is None else out + bias.reshape(column)
 
 
 class ConstantPadding(TorchFunctionMode):

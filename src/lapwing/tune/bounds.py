@@ -90,8 +90,11 @@ def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Bo
 
 
 def _typical_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:
-    """mean(diag G_g), and for a group without curvature the largest of the others'."""
+    """mean(diag G_g), for a group without curvature the largest of the others', and where there is none at all the
+    precision that was given."""
     typical = mean_curvature(state, prior, likelihood)
+    if not bool((typical > 0).any()):
+        typical = prior.precision.detach().reshape(-1).expand(typical.shape)
     return torch.where(typical > 0, typical, typical.max()).clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
 
 
