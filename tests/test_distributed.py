@@ -139,6 +139,11 @@ def verbs(rank: int, size: int) -> dict[str, Any]:
     certificate = kron.certify(8)
     out["certificate"] = certificate.trace.value
     out["certificate's log_det"] = certificate.log_det.value, certificate.log_det.standard_error
+    out["certificate's variance"] = certificate.variance.value, certificate.variance.standard_error
+    exact = lw.laplace(network(), data, likelihood, structure="full", process_group=group).certify(8)
+    out["certificate of full"] = exact.variance.value, exact.variance_training.value, exact.log_det.value
+    given = kron.certify(8, inputs=inputs()[:5] + 0.1)
+    out["certificate's inputs"] = given.variance.value, given.variance.standard_error
     kept, center.ROWS = center.ROWS, 0  # J by passes
     out["by passes"] = kron.recentered().tangent_map.vector
     streamed = kron.tuned()
@@ -586,8 +591,11 @@ def test_random_starts_agree_within_their_errors(folder: Path) -> None:
     ranks, (alone,) = found(folder, "verbs", 3), found(folder, "verbs", 1)
     assert_same(ranks)
     close(ranks[0]["tuned by passes"], alone["tuned by passes"], 1e-2)
-    (here, error), (there, other) = (one["certificate's log_det"] for one in (ranks[0], alone))
-    assert abs(here - there) < 5 * (error**2 + other**2) ** 0.5
+    for key in ("certificate's log_det", "certificate's variance", "certificate's inputs"):
+        (here, error), (there, other) = (one[key] for one in (ranks[0], alone))
+        assert abs(here - there) < 5 * (error**2 + other**2) ** 0.5 + 1e-6, key
+    for one in (ranks[0], alone):
+        assert max(map(abs, one["certificate of full"])) < 1e-6
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -118,6 +118,22 @@ def test_an_ill_conditioned_system_passes_a_refresh() -> None:
     assert solution.steps > 60
 
 
+def test_rows_may_have_matrices_of_their_own() -> None:
+    """K + E_row, with a preconditioner for K alone; rows that are done no longer ask for theirs."""
+    k, b, e = spd(3, 9), normal(4, 5, 9), normal(5, 5, 9)
+    asked: list[int] = []
+
+    def extra(v: Tensor, rows: Tensor) -> Tensor:
+        asked.append(len(rows))
+        return (e[rows] * v).sum(-1, keepdim=True) * e[rows] * (rows > 0).unsqueeze(-1)  # none for row 0
+
+    found = cg(lambda v: v @ k, b, lambda r: torch.linalg.solve(k, r.mT).mT, tolerance=1e-12, extra=extra)
+    matrices = torch.stack([k + (i > 0) * torch.outer(e[i], e[i]) for i in range(5)])
+    torch.testing.assert_close(found.x, torch.linalg.solve(matrices, b.unsqueeze(-1)).squeeze(-1))
+    assert found.converged
+    assert min(asked) < 5
+
+
 def test_cg_leaves_its_arguments_alone() -> None:
     k, b, x0 = spd(9, 10), normal(9, 2, 10), normal(10, 2, 10)
     kept = b.clone(), x0.clone()
@@ -330,6 +346,13 @@ def test_the_interval_of_a_ratio_covers_nine_times_in_ten() -> None:
     a = 1.5 * (squares[..., :4].sum(-1) + 2 * squares[..., 4])
     hits = sum(lo <= 1.5 <= hi for lo, hi in (ratio_of(x, y).interval for x, y in zip(a, b, strict=True)))
     assert abs(hits / 2_000 - 0.9) < 5 * math.sqrt(0.9 * 0.1 / 2_000)
+
+
+def test_a_wider_interval_holds_both() -> None:
+    e = mean_of(torch.arange(8.0).double())
+    low, high = e.interval
+    assert e.wider(low + 0.1, high + 0.1).interval == (low, high + 0.1)
+    assert e.wider(low - 0.1, high - 0.1).interval == (low - 0.1, high)
 
 
 def test_a_ratio_to_itself_is_one_without_error() -> None:

@@ -319,12 +319,14 @@ class Laplace:
         self,
         n_probes: int = 32,
         *,
+        inputs: Any = None,
         data: Any = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Certificate:
         """How far the structured curvature is from the true GGN over the data of the fit: total curvature, log-det and
-        predictive variances, with standard errors."""
+        predictive variances, with standard errors. inputs: new ones, at which variances are compared; without them,
+        training inputs stand for new ones, each left out of both posteriors."""
         if self.streams:
             raise Unsupported(
                 "matrix_free multiplies by the true curvature, so there is nothing to certify; how well its solves "
@@ -336,6 +338,7 @@ class Laplace:
             self.likelihood,
             self._data(data, "certify"),
             n_probes,
+            inputs=inputs,
             generator=generator,
             progress=progress,
             memory_budget=self.memory_budget,

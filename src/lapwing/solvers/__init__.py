@@ -3,7 +3,19 @@
 from lapwing.solvers import precondition, trace
 from lapwing.solvers.cg import Solution, cg
 from lapwing.solvers.estimate import Estimate
-from lapwing.solvers.lanczos import Lanczos, slq
+from lapwing.solvers.lanczos import Lanczos, Quadrature, quadrature, slq
 from lapwing.solvers.nystrom import Nystrom, nystrom
 
-__all__ = ["Estimate", "Lanczos", "Nystrom", "Solution", "cg", "nystrom", "precondition", "slq", "trace"]
+__all__ = [
+    "Estimate",
+    "Lanczos",
+    "Nystrom",
+    "Quadrature",
+    "Solution",
+    "cg",
+    "nystrom",
+    "precondition",
+    "quadrature",
+    "slq",
+    "trace",
+]

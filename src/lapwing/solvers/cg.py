@@ -6,11 +6,13 @@ b (k, p). A column (a row of b) that has met ‖r‖ ≤ tolerance·‖b‖ is f
 updated drifts from b − K x by rounding, so that is computed anew now and then, and in the end for every column: a
 column that missed starts again from there, unless it no longer gains: then, if K x is another when it is asked for
 again, K is not one matrix, and that is an error. Columns may be spread over processes, which then ask for products
-together, with none of their own once those are done. Source: Shewchuk 1994, B3.
+together, with none of their own once those are done. Columns may also have a matrix each, K + E_column, where `extra`
+gives E v. Source: Shewchuk 1994, B3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,13 +43,20 @@ def cg(
     tolerance: float = 1e-6,
     max_steps: int = 1_000,
     anywhere: Anywhere = here,
+    extra: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Solution:
-    """Solve K x = b for the rows of b (k, p) from x0 (zero unless given); preconditioner applies M⁻¹ ≈ K⁻¹.
+    """Solve K x = b for the rows of b (k, p) from x0 (zero unless given); preconditioner applies M⁻¹ ≈ K⁻¹. Where rows
+    have matrices of their own, extra(v, rows) is what to add to K v, for v (m, p) and the numbers (m,) of its rows.
 
     It never raises for want of convergence: the caller knows what to advise, and asks `converged`.
     """
     _check(b, x0, tolerance, max_steps)
     precondition = preconditioner or (lambda r: r)
+
+    def image_of(v: Tensor, rows: Tensor) -> Tensor:
+        out = product(mv, v[rows])
+        return out if extra is None else out + extra(v[rows], rows).to(out)
+
     b = b.to(torch.float64)
     size = b.norm(dim=-1)  # (k,)
     goal = tolerance * size
@@ -57,7 +66,7 @@ def cg(
     steps = products = 0
     left = size > 0  # columns that are not known to be done
     if x0 is not None and anywhere(bool(left.any())):
-        r[left] -= product(mv, x[left])
+        r[left] -= image_of(x, left.nonzero().squeeze(-1))
         products, left = 1, left & (r.norm(dim=-1) > goal)
     best, least, last = x.clone(), r.norm(dim=-1), torch.full_like(goal, float("inf"))
     running = left.clone()
@@ -66,7 +75,7 @@ def cg(
         z = precondition(r[some]).to(b)
         before, rho[some] = rho[some], _positive((r[some] * z).sum(-1), "the preconditioner")
         d[some] = z + (rho[some] / before).unsqueeze(-1) * d[some]
-        image = product(mv, d[some])  # K d
+        image = image_of(d, some)  # K d
         length = rho[some] / _positive((d[some] * image).sum(-1), "the matrix")
         x[some] += length.unsqueeze(-1) * d[some]
         r[some] -= length.unsqueeze(-1) * image
@@ -76,7 +85,7 @@ def cg(
         if not ended and steps % REFRESH:
             continue
         some = (left if ended else running).nonzero().squeeze(-1)
-        true = b[some] - product(mv, x[some])
+        true = b[some] - image_of(x, some)
         products += 1
         now = true.norm(dim=-1)
         better = now < least[some]
@@ -90,7 +99,7 @@ def cg(
         left[some[now <= goal[some]]] = False
         left[stuck] = running[stuck] = False
         if anywhere(len(stuck) > 0):
-            same(*(product(mv, b[stuck[:1]]) for _ in range(2)))
+            same(*(image_of(b, stuck[:1]) for _ in range(2)))
             products += 2
         if steps == max_steps:
             break

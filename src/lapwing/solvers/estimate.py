@@ -33,6 +33,11 @@ class Estimate:
         low, high = self.interval
         return Estimate(self.value - constant, self.standard_error, (low - constant, high - constant), self.samples)
 
+    def wider(self, low: float, high: float) -> Estimate:
+        """With an interval that also holds all from low to high."""
+        ends = min(low, self.interval[0]), max(high, self.interval[1])
+        return Estimate(self.value, self.standard_error, ends, self.samples)
+
 
 def exactly(value: float) -> Estimate:
     """A number that took no probes."""

@@ -115,8 +115,16 @@ def krylov(mv: Product, start: Tensor, steps: int) -> Iterator[tuple[Tensor, Ten
         q, before = w / beta, q
 
 
+@dataclass(frozen=True, eq=False)
+class Quadrature:
+    estimate: Estimate  # tr f(L)
+    steps: int  # products with L
+    moved: float  # of the mean, in the last quarter of the steps; 0 where the bases are whole
+    settled: bool  # whether that is at most a fiftieth of the standard error
+
+
 @torch.no_grad()
-def slq(
+def quadrature(
     mv: Product,
     starts: Tensor,
     function: Callable[[Tensor], Tensor],
@@ -124,13 +132,14 @@ def slq(
     max_steps: int = 300,
     window: int | None = None,
     gather: Product | None = None,
-) -> tuple[Estimate, int]:
-    """tr f(L) from starts (k, p), and the number of steps (products with L) that it took.
+) -> Quadrature:
+    """tr f(L) from starts (k, p).
 
     It stops when no column has anything left (exact), or when its last quarter of steps, two at the least, moved the
     mean by at most a fiftieth of its standard error: what is left is then small beside the error of the probes, even if
-    it falls no faster than the inverse of the steps. A matrix that changes between products is an error. Where starts
-    are spread over processes, `gather` gives numbers (k,) of all from those of one's own.
+    it falls no faster than the inverse of the steps (which leaves three times what the last quarter moved). A matrix
+    that changes between products is an error. Where starts are spread over processes, `gather` gives numbers (k,) of
+    all from those of one's own.
     """
     gather = gather or (lambda numbers: numbers)
     if max_steps < 1:
@@ -144,14 +153,32 @@ def slq(
         means.append(estimate.value)
         late = means[-max(2, step // 4) - 1 :]
         moved = max(late) - min(late)
-        settled = step > 2 and moved <= SETTLED * estimate.standard_error
         whole = step == p and len(run.basis) > p  # a basis of all there is
-        if settled or whole or not bool(gather(run.alive.double()).any()):
-            return estimate, step
-    raise NotConverged(
-        f"Lanczos quadrature still moves by {moved:.3g} in its last quarter of {max_steps} steps (standard error "
-        f"{estimate.standard_error:.3g}); allow more steps, or use a closer inner product (preconditioner)"
-    )
+        if whole or not bool(gather(run.alive.double()).any()):
+            return Quadrature(estimate, step, 0.0, True)
+        if step > 2 and moved <= SETTLED * estimate.standard_error:
+            return Quadrature(estimate, step, moved, True)
+    return Quadrature(estimate, max_steps, moved, False)
+
+
+def slq(
+    mv: Product,
+    starts: Tensor,
+    function: Callable[[Tensor], Tensor],
+    inner: Product | None = None,
+    max_steps: int = 300,
+    window: int | None = None,
+    gather: Product | None = None,
+) -> tuple[Estimate, int]:
+    """tr f(L) by `quadrature`, and the number of steps that it took; raises where it has not settled."""
+    found = quadrature(mv, starts, function, inner, max_steps, window, gather)
+    if not found.settled:
+        raise NotConverged(
+            f"Lanczos quadrature still moves by {found.moved:.3g} in its last quarter of {found.steps} steps (standard "
+            f"error {found.estimate.standard_error:.3g}); allow more steps, or use a closer inner product "
+            "(preconditioner)"
+        )
+    return found.estimate, found.steps
 
 
 def _finite(run: Lanczos, function: Callable[[Tensor], Tensor]) -> Tensor:
