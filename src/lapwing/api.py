@@ -38,6 +38,7 @@ from lapwing.evidence import Evidence, decompose, effective_dimension
 from lapwing.operators import Samples, Streamed, linalg
 from lapwing.posterior import Gaussian, condition, placed
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
+from lapwing.predictive.own_data import training_nll, unfit, warn_unfit
 from lapwing.tangent import TangentModel, linearize
 from lapwing.tangent.linearize import unwrapped
 from lapwing.tune import Tuning
@@ -164,7 +165,7 @@ class Laplace:
             prior, likelihood, tuning = methods[method](*start)
             return replace(
                 self, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0
-            )
+            )._compared()
         batches = self._data(data, "tuned(center='tangent')", "; center='map' reads none")
         tracker = tune.Tracker(self._center_state, self._jacobian(batches), mean)
         prior, likelihood, tuning = methods[method](*start, tracker=tracker)
@@ -177,7 +178,7 @@ class Laplace:
             at=tracker.found(),
             data=batches,
             temperature=1.0,
-        )
+        )._compared()
 
     # -- new objects ----------------------------------------------------------------------------------------------
 
@@ -279,6 +280,7 @@ class Laplace:
         if _mean(mean) == "tangent" and via == "network":
             raise InvalidValue("via='network' has a mean of its own, that of its runs; drop mean='tangent'")
         moved = mean == "tangent" and self.center == "tangent"
+        warn_unfit(self._training_nll, stacklevel=2)
         inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), inputs_of(x))
         return predict(
             self.tangent,
@@ -293,6 +295,26 @@ class Laplace:
             generator=generator,
             memory_budget=self.memory_budget,
         )
+
+    @cached_property
+    def _training_nll(self) -> tuple[float, ...]:
+        """That of `tuning`, or found now where the data are at hand and in this process; held-out data said it all."""
+        if self.tuning is not None and (self.tuning.train_nll or self.tuning.method == "validation"):
+            return self.tuning.train_nll
+        if self.data is None or not ranks_of(self.data).alone:
+            return ()
+        return training_nll(self.tangent, self._spread, self.likelihood, self.data, self.memory_budget)
+
+    def _compared(self) -> Laplace:
+        """With the posterior held to some training data, which the record keeps; it warns where it does not fit them.
+        Samples of matrix_free are not solved for only for that: its predictions compare."""
+        if self.data is None or self.streams or self.tuning is None:
+            return self
+        nll = training_nll(self.tangent, self._spread, self.likelihood, self.data, self.memory_budget)
+        warn_unfit(nll, stacklevel=4)
+        out = replace(self, tuning=replace(self.tuning, train_nll=nll))
+        out.__dict__["_spread"] = self._spread  # its factorization is made
+        return out
 
     def __call__(self, x: Any) -> Prediction:
         return self.predict(x)
@@ -386,6 +408,8 @@ class Laplace:
             how += "; not solved yet" if precision.known is None else f"; {precision.known}"
         if self.state.lost:
             how += f"; {self.state.lost:.1f} digits lost by removals, about {max(0.0, self.state.digits):.1f} left"
+        known = self.tuning.train_nll if self.tuning else self.__dict__.get("_training_nll", ())
+        how += f"; {words}" if (words := unfit(known)) else ""
         values = self.prior.precision.reshape(-1)
         shown = (
             f"{float(values[0]):.4g}"

@@ -22,7 +22,7 @@ from lapwing.doctor.outputs import likelihood_checks, output_checks
 from lapwing.doctor.plan import Plan, draw_up, free_memory
 from lapwing.doctor.reading import Sample, read
 from lapwing.doctor.report import Cost, Finding, Report, size
-from lapwing.doctor.training import dead_checks, slope, training_checks
+from lapwing.doctor.training import closely_fitted, dead_checks, fit_checks, slope, training_checks
 from lapwing.errors import InvalidValue, LapwingError
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel, linearize
@@ -95,6 +95,7 @@ class _Visit:
         self.tangent: TangentModel | None = None
         self.plan: Plan | None = None
         self.outputs: list[Tensor] = []
+        self.fitted = False  # so closely that the evidence is no guide
 
     def failed(self, *topics: str) -> bool:
         return any(f.severity == "error" and (not topics or f.topic in topics) for f in self.findings)
@@ -147,7 +148,9 @@ class _Visit:
     def _gradients(self, tangent: TangentModel, sample: Sample) -> list[Finding]:
         found = slope(tangent, self.likelihood, sample.spread)
         dead = dead_checks(tangent, self.outputs[0], sample.spread[0][0])
-        return [*training_checks(tangent, self.likelihood, found, sample), *dead]
+        self.fitted = closely_fitted(self.likelihood, found, self.outputs[0][0, ..., 0].numel())
+        fit = fit_checks(found) if self.fitted else ()
+        return [*training_checks(tangent, self.likelihood, found, sample), *fit, *dead]
 
     def _plan(self, tangent: TangentModel, sample: Sample) -> Plan:
         last = None
@@ -208,7 +211,8 @@ class _Visit:
             arguments.append("forward=forward")
         if self.budget is not None:
             arguments.append(f"memory_budget={plan.working}")
-        return f"lw.laplace({', '.join(arguments)}).tuned()"
+        how = "method='validation', data=held_out" if self.fitted else ""
+        return f"lw.laplace({', '.join(arguments)}).tuned({how})"
 
     def _title(self) -> str:
         parts = [f"Lapwing doctor: {type(self.model).__name__}"]

@@ -28,6 +28,7 @@ from lapwing.tangent import TangentModel
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
 
+FITTED = 0.05  # nats a row of training data, below which the evidence picks priors that are too weak for a classifier
 UNTRAINED = 0.025  # share of what a network learned that one more step would add, if it has far to go
 
 
@@ -138,6 +139,20 @@ def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope,
         yield Finding("warning", "training", message)
     else:
         yield Finding("ok", "training", what)
+
+
+def closely_fitted(likelihood: Likelihood, found: Slope, rows: int) -> bool:
+    """Whether a classifier fits its training data so closely that its evidence is no guide; rows: of an example."""
+    return likelihood.classes and -found.log_prob < FITTED * rows
+
+
+def fit_checks(found: Slope) -> Iterator[Finding]:
+    message = (
+        f"the classifier fits its training data (mean log-likelihood {found.log_prob:.2g}): tuned() then picks a prior "
+        "that is too weak, and predictions are underconfident, on the training data too; with held-out data, call "
+        "tuned(method='validation', data=held_out)"
+    )
+    yield Finding("warning", "evidence", message)
 
 
 def _constant_fit(likelihood: Likelihood, sample: Sample) -> float | None:

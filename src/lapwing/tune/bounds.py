@@ -38,6 +38,7 @@ class Tuning:
     passes: int = 0  # over the data; the trained weights as center need none
     residual: float = 0.0  # of v*, see lw.center
     note: str = ""  # what was found about the network, and done
+    train_nll: tuple[float, ...] = ()  # of some training data, under the posterior and the network; () if not compared
 
 
 @dataclass(frozen=True)
