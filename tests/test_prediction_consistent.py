@@ -330,9 +330,9 @@ def test_the_bridge_does_not_overflow(dtype: torch.dtype, gap: float) -> None:
 
 def test_links_in_closed_form_take_variances_of_any_size() -> None:
     """A common shift of 1e300 leaves rounding of either sign when it is projected out."""
-    for link, seed in itertools.product(SOFTMAX, range(3)):
-        mean, cov = outputs(seed, 4, 1.0)
-        for shift in (1e30, 1e300):
+    for link, c in itertools.product(SOFTMAX, range(2, 9)):
+        mean, cov = outputs(c, c, 1.0)
+        for shift in (1e30, 1.1e300, 1.7e300):
             p = lw.Prediction(Categorical(), mean, cov + shift, link)
             assert torch.isfinite(p.probs).all()
             close(p.probs.sum(-1), torch.ones(5, dtype=torch.float64))
