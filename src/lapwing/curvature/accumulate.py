@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -100,6 +101,12 @@ class Running:
     sums: dict[str, Tensor] = field(default_factory=dict)  # in the end
     batches: tuple[Any, ...] = ()
 
+    def check(self) -> None:
+        """Whether a pass can go on from these (checkpoint.py)."""
+        tensors = all(isinstance(value, Tensor) for value in self.statistics.values())
+        if not tensors or not 0 <= self.targets < 2**64:
+            raise InvalidValue(f"{self.n} examples with a digest {self.targets} and statistics {list(self.statistics)}")
+
     def count(self, y: Tensor, statistics: dict[str, Tensor]) -> None:
         self.n += len(y)
         self.targets = (self.targets + tree.digest(y)) % 2**64
@@ -143,26 +150,27 @@ def accumulate(
         )
     one = Pass(structure, tangent, likelihood, batches, factor, generator, progress, seen)
     journal = None if place is None else one.journal(place, basis)
-    if first is not None:
-        basis = basis if basis is not None or journal is None else journal.basis(one.empty, one.ranks)
-        within = None if place is None else place.within()
-        basis = basis or accumulate(
-            first,
-            tangent,
-            likelihood,
-            batches,
-            factor,
-            generator=generator,
-            progress=progress,
-            seen=seen,
-            checkpoint=within,
-        )
-    accumulator = one.begun(basis)
-    del basis  # its memory, before the pass
-    state = merged(one.state(one.run(accumulator, journal)), one.ranks)
-    likelihood.check(state.statistics)
-    if journal is not None:
-        journal.done()
+    with nullcontext() if journal is None else journal:  # with its lock
+        if first is not None:
+            basis = basis if basis is not None or journal is None else journal.basis(one.empty, one.ranks)
+            within = None if place is None else place.within()
+            basis = basis or accumulate(
+                first,
+                tangent,
+                likelihood,
+                batches,
+                factor,
+                generator=generator,
+                progress=progress,
+                seen=seen,
+                checkpoint=within,
+            )
+        accumulator = one.begun(basis)
+        del basis  # its memory, before the pass
+        state = merged(one.state(one.run(accumulator, journal)), one.ranks)
+        likelihood.check(state.statistics)
+        if journal is not None:
+            journal.done()
     return state
 
 
@@ -221,7 +229,7 @@ class Pass:
         with ranks.told(f"the pass of {self.structure}"):
             running, label = Running(accumulator), str(self.structure)
             if journal is not None:
-                journal.resume(running, own, self.tangent.device)
+                journal.resume(running, own, likelihood, self.tangent.device)
                 label += journal.label
             stream: Iterable[Any] = loading.passes(self.batches, self.tangent.device, self.progress, label)
             if journal is not None:

@@ -87,7 +87,12 @@ def _rounding(core: Tensor, y: Tensor) -> float:
 
 def _cholesky(core: Tensor, shift: float) -> Tensor:
     eye = torch.eye(len(core), dtype=core.dtype, device=core.device)
-    return torch.linalg.cholesky(0.5 * (core + core.mT) + shift * eye)
+    factor, failed = torch.linalg.cholesky_ex(0.5 * (core + core.mT) + shift * eye)
+    if bool(failed):
+        raise NotPositiveDefinite(
+            f"the core ΩGΩᵀ of a sketch is not positive definite to rounding ({shift:.3g}); use a smaller rank"
+        )
+    return factor
 
 
 # -- of a sum with weights ----------------------------------------------------------------------------------------
