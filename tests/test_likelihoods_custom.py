@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -134,11 +135,13 @@ def test_densities_that_are_no_densities_are_named() -> None:
         MyPoisson().validate(f, torch.tensor([[1.0, 1.0], [-1.0, 0.0], [2.0, 3.0]]))
 
 
-def test_positions_and_files() -> None:
+def test_positions_and_files(tmp_path: Path) -> None:
     net, x = problem(3)
     y = torch.randint(3, (11,))
     whole = lw.laplace(net, (x[:10].reshape(5, 2, 3), y[:10].reshape(5, 2)), MyCategorical(), structure="full")
     flat = lw.laplace(net, (x[:10], y[:10]), "categorical", structure="full")
     close(whole.log_evidence(), flat.log_evidence())
-    with pytest.raises(InvalidValue, match="defined outside Lapwing"):
-        whole.save("never.safetensors")
+    whole.save(tmp_path / "file")
+    back = lw.load(tmp_path / "file", net)
+    assert torch.equal(back.log_evidence(), whole.log_evidence())
+    assert isinstance(back.likelihood, MyCategorical)

@@ -334,6 +334,13 @@ def test_the_basis_given_belongs_to_the_fit(tmp_path: Path) -> None:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
+def rewritten(path: Path, **changed: Any) -> bytes:
+    """The file with other entries in its header, and the digest of that."""
+    tensors, header = files.read(path, checkpoint.SCHEMA, files.CHECKPOINT)
+    files.write(path.with_name("rewritten"), tensors, {**header, **changed}, files.CHECKPOINT)
+    return path.with_name("rewritten").read_bytes()
+
+
 def test_what_is_no_checkpoint_is_an_error_and_stays(tmp_path: Path) -> None:
     model, x, y = problem()
     la = lw.laplace(model, (x, y), "categorical", structure="kron")
@@ -347,7 +354,8 @@ def test_what_is_no_checkpoint_is_an_error_and_stays(tmp_path: Path) -> None:
         (b"", "not a whole safetensors file"),
         (b"weights" * 99, "not a whole safetensors file"),
         ((tmp_path / "saved").read_bytes(), "a saved fit: read it with lw.load"),
-        (data.replace(b'\\"schema\\": 1', b'\\"schema\\": 9'), "schema 9"),
+        (data.replace(b'\\"schema\\": 2', b'\\"schema\\": 9'), "do not match its digest"),
+        (rewritten(whole, schema=9), "schema 9"),
     ]:
         path.write_bytes(content)
         with pytest.raises(lw.errors.InvalidValue, match=says):
@@ -409,17 +417,18 @@ def kill() -> None:
 
 def kill_while_writing(rng: random.Random, writes: int) -> None:
     """At the write of that number: with half of the file there, or with all of it but its name."""
-    save, half, count = files.save_file, rng.random() < 0.5, [0]
+    put, half, count = files._put, rng.random() < 0.5, [0]
 
-    def dying(tensors: Any, filename: Any, metadata: Any = None) -> None:
+    def dying(file: Any, *content: Any) -> None:
         count[0] += 1
-        save(tensors, filename, metadata=metadata)
+        put(file, *content)
         if count[0] == writes:
+            file.flush()
             if half:
-                os.truncate(filename, Path(filename).stat().st_size // 2)
+                file.truncate(file.seek(0, os.SEEK_END) // 2)
             kill()
 
-    files.save_file = dying  # type: ignore[assignment]
+    files._put = dying
 
 
 def fit_and_save(out: Path, path: Path | None, structure: str, factor: str, at: int = -1) -> None:
@@ -505,7 +514,8 @@ def trial_on_ranks(folder: Path, structure: str, at: int) -> None:
     kept: dict[str, Any] = {"checkpoint": folder / "fit.checkpoint", "every": EVERY}
     killed = on_ranks(folder / "store0", lambda rank: fit(rank, "no", at, **kept))
     assert killed == [-signal.SIGKILL, 1], killed
-    assert [p.name for p in folder.iterdir() if "store" not in p.name] == ["fit.checkpoint.rank0"]
+    left = sorted(p.name for p in folder.iterdir() if "store" not in p.name)
+    assert left == [".fit.checkpoint.rank0.lock", "fit.checkpoint.rank0"]  # nobody holds it
     path = folder / "fit.checkpoint.rank0"
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])

@@ -6,9 +6,11 @@ import copy
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing import files
+from lapwing import files, registry
 
 
 def draw(*shape: int) -> Tensor:
@@ -220,7 +222,7 @@ def test_the_header_says_what_the_file_is(tmp_path: Path) -> None:
     assert header["likelihood"] == "gaussian"
     assert header["n"] == 7
     assert header["parameters"]["0.weight"] == [4, 3]
-    assert header["prior"]["per"] == "layer"
+    assert header["prior"]["fields"]["per"] == "layer"
     assert {"0.weight", "3.bias", "1.running_mean"} <= set(header["fingerprints"])
 
 
@@ -260,8 +262,8 @@ def test_a_failure_halfway_leaves_the_old_file_and_no_other(
         la.save(path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
-    def half(tensors: object, filename: str, metadata: object = None) -> None:
-        Path(filename).write_bytes(b"half of a file")
+    def half(file: IO[bytes], *content: object) -> None:
+        file.write(b"half of a file")
         raise KeyboardInterrupt if failing == "interrupt" else OSError(28, "No space left on device")
 
     def refuse(*args: object) -> None:
@@ -270,8 +272,8 @@ def test_a_failure_halfway_leaves_the_old_file_and_no_other(
     if failing == "rename":
         monkeypatch.setattr(os, "replace", refuse)
     else:
-        monkeypatch.setattr(files, "save_file", half)
-    with pytest.raises((OSError, KeyboardInterrupt)):
+        monkeypatch.setattr(files, "_put", half)
+    with pytest.raises((lw.errors.InvalidValue, KeyboardInterrupt), match=r"^$|cannot save to .*(space|rename)"):
         la.replace(prior=9.0).save(path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
@@ -365,13 +367,15 @@ def test_foreign_files_are_an_error_that_says_so(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pickle")
     save_file(model.state_dict(), tmp_path / "foreign")
     save_file({"x": torch.zeros(2)}, tmp_path / "garbled", metadata={"lapwing": "{not json"})
-    save_file({"x": torch.zeros(2)}, tmp_path / "bare", metadata={"lapwing": "{}"})
+    save_file({"x": torch.zeros(2)}, tmp_path / "old", metadata={"lapwing": json.dumps({"schema": 1})})
+    files.write(tmp_path / "bare", {"x": torch.zeros(2)}, {})
     for name, says in {
         "text": "not a whole safetensors file",
         "pickle": "not a whole safetensors file",
         "foreign": "not one that Lapwing saved",
-        "garbled": "header",
-        "bare": "header",
+        "garbled": "no digest, as files of older versions.*save it again",
+        "old": "no digest, as files of older versions.*save it again",
+        "bare": "schema None",
         "absent": "no file",
         ".": "no file",
     }.items():
@@ -385,7 +389,7 @@ def test_another_schema_is_an_error_that_names_both(schema: object, tmp_path: Pa
     lw.laplace(model, regression(), "gaussian").save(path)
     header = header_of(path)
     mine = header["schema"]
-    save_file(load_file(path), path, metadata={"lapwing": json.dumps({**header, "schema": schema})})
+    files.write(path, load_file(path), {**header, "schema": schema})
     with pytest.raises(lw.errors.InvalidValue, match=rf"schema {schema}.*schema {mine}"):
         lw.load(path, model)
 
@@ -456,3 +460,300 @@ def test_a_constant_of_another_shape_is_named_though_its_bytes_are_the_same(tmp_
     lw.laplace(model, regression(), "gaussian").save(tmp_path / "file")
     with pytest.raises(lw.errors.InvalidValue, match="shift"):
         lw.load(tmp_path / "file", other)
+
+
+# -- one file, read once -----------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_the_one_that_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each of the steps of a read, another fit takes its place."""
+    model, path, x = network(), tmp_path / "file", draw(4, 3)
+    fits = [lw.laplace(model, regression(n), "gaussian", structure="diag", prior=p) for n, p in [(6, 1.0), (9, 5.0)]]
+    for step in ("_json", "_allocated", "_fill"):
+        fits[0].save(path)
+        whole = getattr(files, step)
+
+        def replacing(*args: object, whole: Callable[..., object] = whole) -> object:
+            fits[1].save(path)
+            return whole(*args)
+
+        monkeypatch.setattr(files, step, replacing)
+        loaded = lw.load(path, model)
+        monkeypatch.undo()
+        assert_same(loaded, fits[0], x)
+        assert_same(lw.load(path, model), fits[1], x)
+
+
+def test_what_safetensors_itself_reads_is_what_was_saved(tmp_path: Path) -> None:
+    """The format is written and read here without its library."""
+    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool]
+    tensors = {f"{i}": (9 * torch.randn(i, 3)).to(kind) for i, kind in enumerate(kinds)}  # the first is empty
+    tensors |= {"scalar": torch.tensor(2.5), "turned": torch.randn(2, 3).T, "one": torch.ones(()).expand(4)}
+    files.write(tmp_path / "file", tensors, {"schema": 7, "name": "λ"})
+    theirs, (mine, header) = load_file(tmp_path / "file"), files.read(tmp_path / "file", 7)
+    assert header == {"schema": 7, "name": "λ"}
+    for found in (mine, theirs):
+        assert found.keys() == tensors.keys()
+        assert all(v.dtype == tensors[k].dtype and torch.equal(v, tensors[k]) for k, v in found.items())
+
+
+def test_a_file_that_may_not_be_read_or_written_is_an_error_of_lapwings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = network(), tmp_path / "file"
+    la = lw.laplace(model, regression(), "gaussian")
+    la.save(path)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(lw.errors.InvalidValue, match=r"cannot read .*Permission denied.*check"):
+        lw.load(path, model)
+    with pytest.raises(lw.errors.InvalidValue, match=r"cannot save to .*Permission denied.*another path"):
+        la.save(path)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.filterwarnings("ignore:normalization layers")
+def test_a_fit_that_was_loaded_in_inference_mode_can_be_tuned_outside_of_it(tmp_path: Path) -> None:
+    model, data = network(), regression(12)
+    la = lw.laplace(model, data, "gaussian", structure="diag")
+    la.save(tmp_path / "file")
+    with torch.inference_mode():
+        loaded = lw.load(tmp_path / "file", model)
+    assert torch.equal(loaded.tuned(center="map").prior.precision, la.tuned(center="map").prior.precision)
+
+
+def test_inputs_whose_keys_are_no_strings_cannot_be_saved(tmp_path: Path) -> None:
+    """JSON would give them back as strings."""
+    x, y = regression()
+    options = {"structure": lw.curvature.Full("dual"), "forward": lambda model, batch: model(batch[0])}
+    la = lw.laplace(network(), ({0: x}, y), "gaussian", **options)
+    with pytest.raises(lw.errors.InvalidValue, match=r"batch.0.inputs is a dict.*with strings as keys"):
+        la.save(tmp_path / "file")
+
+
+# -- every bit counts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", lw.curvature.Full("dual")])
+def test_a_single_bit_that_is_another_is_an_error(structure: object, tmp_path: Path) -> None:
+    model, path = network(), tmp_path / "file"
+    lw.laplace(model, regression(), "gaussian", structure=structure).save(path)
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 41):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << position % 8
+        path.write_bytes(changed)
+        with pytest.raises(lw.errors.InvalidValue):
+            lw.load(path, model)
+
+
+FORGED: dict[str, tuple[Callable[[dict, dict], object], str]] = {
+    "a sum with NaN": (lambda t, h: t["sums.0/B"].fill_(torch.nan), "NaN or infinite values in sums.0/B"),
+    "no sum": (lambda t, h: t.pop("sums.0/B"), r"lacks \['sums.0/B'\]"),
+    "another sum": (lambda t, h: t.update({"sums.more": torch.zeros(2)}), r"has \['sums.more'\]"),
+    "another tensor": (lambda t, h: t.update({"more": torch.zeros(2)}), r"has tensors \['more'\], which nobody knows"),
+    "a sum of another shape": (lambda t, h: t.update({"sums.0/B": torch.zeros(1, 2)}), r"sums.0/B of shape \(1, 2\)"),
+    "a square below zero": (lambda t, h: t["sums.0/count"].neg_(), "a sum of squares"),
+    "no symmetry": (lambda t, h: t["sums.0/A"][0, 0, 1].add_(9), "not symmetric"),
+    "no mask": (lambda t, h: t.pop("mask.3.weight"), "no tensor 'mask.3.weight'"),
+    "no word of a mask": (lambda t, h: h["masks"].remove("3.weight"), "its structure|part 3.weight"),
+    "an empty mask": (lambda t, h: t["mask.3.weight"].zero_(), "selects all or nothing"),
+    "no part": (lambda t, h: h["parts"].pop(0), "not each of .* once"),
+    "a part twice": (lambda t, h: h["parts"].append(h["parts"][0]), "not each of .* once"),
+    "a part of another kind": (lambda t, h: h["parts"][0].update(kind="dense"), "is dense, and kron makes it kron"),
+    "a part that is no layer": (lambda t, h: h["parts"][0].update(transposed=True), "no layer 0 of the shape"),
+    "negative examples": (lambda t, h: h.update(n=-6), "n = -6"),
+    "more examples than targets": (lambda t, h: h.update(n=7), "of 6 targets, and it has 7 examples"),
+    "words for a number": (lambda t, h: h.update(weights="1"), "weights = '1', which is no int"),
+    "another likelihood": (lambda t, h: h.update(likelihood="poisson"), "its curvature is of poisson"),
+    "no noise": (lambda t, h: t["likelihood.noise"].zero_(), "noise must be positive"),
+    "no precision": (lambda t, h: t["prior.precision"].neg_(), "precision must be positive"),
+    "a stranger": (lambda t, h: h.update(more=1), r"has \['more'\], which nobody knows"),
+    "other words on coverage": (lambda t, h: h["coverage"].update({"0.bias": "exact"}), "says of its parameters"),
+    "no temperature": (lambda t, h: h.update(temperature=0.0), "temperature = 0.0"),
+    "a statistic of another shape": (lambda t, h: t.update({"statistics.sum": torch.zeros(3).double()}), "shapes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_file_that_does_not_belong_together_is_an_error_that_says_what_is_broken(case: str, tmp_path: Path) -> None:
+    """With the digest that belongs to it: a bug of a writer's, not of a disk's."""
+    model, path = network(), tmp_path / "file"
+    some = torch.arange(8).reshape(2, 4) % 3 > 0
+    subset = {
+        "0.weight": torch.ones(4, 3, dtype=torch.bool),
+        "0.bias": torch.ones(4, dtype=torch.bool),
+        "3.weight": some,
+    }
+    lw.laplace(model, regression(), "gaussian", structure="kron", subset=subset).save(path)
+    tensors, header = files.read(path, header_of(path)["schema"])
+    change, says = FORGED[case]
+    change(tensors, header)
+    files.write(path, tensors, header)
+    with pytest.raises(lw.errors.InvalidValue, match=rf"file is broken: .*({says}).*; save it again"):
+        lw.load(path, model)
+
+
+# -- classes of one's own ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cauchy(lw.likelihoods.Custom):
+    """log p = −log(1 + z²): with a field, and not concave."""
+
+    concave = False
+    width: Tensor | float = 1.0
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return -torch.log1p(((y - f) / self.width.to(f)).square()).sum(-1)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        return f + torch.randn(f.shape, generator=generator, dtype=f.dtype)
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f
+
+    def variance(self, f: Tensor) -> Tensor:
+        return torch.ones_like(f)
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled(lw.priors.Gaussian):
+    label: str = ""
+    table: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mean(lw.curvature.Diagonal):
+    """One that treats layers, and needs no decorator."""
+
+    level: int = 0
+
+    def __str__(self) -> str:
+        return f"mean {self.level}"
+
+
+class Trace:
+    def __init__(self, tangent: object) -> None:
+        self.forward, self.sum = tangent, torch.zeros(1, dtype=torch.float64)
+
+    def observe(self, x: Tensor, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        self.sum += u.square().sum()
+
+    def finish(self) -> tuple[dict[str, Tensor], tuple]:
+        return {"trace": self.sum}, ()
+
+
+@dataclass(frozen=True)
+class Loose:
+    """A structure of its own, as CONTRIBUTING.md has it, that no file can name."""
+
+    scale: float = 1.0
+
+    def resolved(self, probe: object, factor: object) -> object:
+        return self
+
+    def start(self, tangent: object, *rest: object) -> Trace:
+        return Trace(tangent)
+
+    def operator(self, state: lw.curvature.State, weights: Tensor) -> lw.operators.Diagonal:
+        return lw.operators.Diagonal((weights @ state.sums["trace"]).reshape(1) * self.scale, state.layout.size)
+
+    def coverage(self, parts: object, tangent: lw.tangent.TangentModel) -> dict[str, str]:
+        return dict.fromkeys(tangent.layout.names, "its trace")
+
+
+@lw.curvature.register
+@dataclass(frozen=True)
+class Registered(Loose):
+    pass
+
+
+OWN: dict[str, dict] = {
+    "likelihood": {"likelihood": Cauchy(0.7), "structure": "diag"},
+    "wrapped": {"likelihood": lw.likelihoods.Weighted(lw.likelihoods.Gaussian(0.3)), "structure": "diag"},
+    "prior": {"prior": Labelled(0.3, per="layer", label="mine", table=(1.0, 2.5))},
+    "layered": {"structure": Mean(level=3)},
+    "structure": {"structure": Registered(0.5)},
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_classes_of_ones_own_are_saved_by_name_and_come_back(case: str, tmp_path: Path) -> None:
+    model, options = network(), {"likelihood": "gaussian", **OWN[case]}
+    likelihood, (x, y) = options.pop("likelihood"), regression()
+    if case == "wrapped":
+        y = likelihood.pack(y, torch.rand(6).double() + 0.1)
+    la = lw.laplace(model, (x, y), likelihood, **options)
+    la.save(tmp_path / "file")
+    back = lw.load(tmp_path / "file", twin_of(model))
+    assert_same(back, la, draw(4, 3))
+    assert type(back.prior) is type(la.prior)
+    assert back.state.structure == la.state.structure
+    if case == "prior":
+        assert (back.prior.label, back.prior.table) == ("mine", (1.0, 2.5))
+
+
+def test_a_class_that_is_not_there_is_an_error_that_says_which_import_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = network(), tmp_path / "file"
+    lw.laplace(model, regression(), Cauchy(), structure="diag").save(path)
+    tensors, header = files.read(path, header_of(path)["schema"])
+    modules = set(sys.modules)
+    for module, says in [
+        (
+            "mypackage.likelihoods",
+            r"'Cauchy' of the module mypackage.likelihoods.*; import mypackage.likelihoods first",
+        ),
+        ("subprocess", "import subprocess first"),
+        ("__main__", "define the class again first"),
+        ("lapwing", "'Cauchy', which this version of Lapwing does not know"),
+    ]:
+        files.write(path, tensors, {**header, "likelihood_object": {**header["likelihood_object"], "module": module}})
+        with pytest.raises(lw.errors.InvalidValue, match=says):
+            lw.load(path, model)
+    assert set(sys.modules) == modules  # nothing was imported
+
+
+def test_what_no_file_can_name_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Inner(lw.likelihoods.Gaussian):
+        pass
+
+    @dataclass(frozen=True, eq=False)
+    class Plain(lw.priors.Gaussian):
+        call: object = None
+
+    Plain.__qualname__ = "Plain"
+    registry.enter("prior", Plain)
+    model = network()
+    for options, says in [
+        ({"structure": Loose()}, "decorate its class with @lw.curvature.register"),
+        ({"likelihood": Inner()}, "defined inside a function"),
+        ({"prior": Plain(call=print)}, "prior.call is a builtin_function_or_method, which a file cannot hold"),
+    ]:
+        la = lw.laplace(model, regression(), **{"likelihood": "gaussian", **options})
+        with pytest.raises(lw.errors.InvalidValue, match=says):
+            la.save(tmp_path / "file")
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_classes_of_one_name_the_latest_counts_if_its_fields_are_the_same() -> None:
+    def define(*names: str) -> type:
+        cls = dataclass(frozen=True)(type("Cell", (), {"__annotations__": dict.fromkeys(names, int)}))
+        cls.__module__ = "notebook"
+        registry.enter("structure", cls)
+        return cls
+
+    first, again = define("a"), define("a")
+    assert registry.name_of("structure", first, "") == ("notebook", "Cell")  # a cell that was run again
+    assert registry.find("structure", "notebook", "Cell", "file") is again
+    define("a", "b")
+    with pytest.raises(lw.errors.InvalidValue, match=r"defined again with the fields \['a', 'b'\].*has \['a'\]"):
+        registry.name_of("structure", first, "")

@@ -33,7 +33,7 @@ from lapwing.curvature import BUDGET, State, accumulate, probe
 from lapwing.curvature.matrix_free import source
 from lapwing.curvature.overflow import check_sums
 from lapwing.data import Joined, dropped, inputs_of, ranks_of
-from lapwing.errors import InvalidValue, Unsupported
+from lapwing.errors import BrokenFile, InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
 from lapwing.operators import Samples, Streamed, linalg
 from lapwing.posterior import Gaussian, condition, placed
@@ -380,21 +380,22 @@ class Laplace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file, whole or not at all."""
         tensors, header = io.pack_state(self.state)
-        more, objects = io.pack_objects(self.prior, self.likelihood)
+        more, objects = io.pack_objects(self.prior, self.likelihood, self.tuning)
         found, center = io.pack_center(self.tangent_map if self.center == "tangent" else None)
         if self.streams:
             samples, solved = io.pack_samples(self._spread.precision)
             found, center = found | samples, center | solved
-        tuning = None if self.tuning is None else vars(self.tuning)
         extra = {
             "schema": io.SCHEMA,
             "center": self.center,
-            "tuning": tuning,
             "memory_budget": self.memory_budget,
             "forward_hook": self.tangent.custom_forward,
             "temperature": self.temperature,
         }
-        files.write(path, tensors | more | found, header | objects | center | extra)
+        tensors, header = tensors | more | found, header | objects | center | extra
+        files.check_target(path)
+        io.check_writable(tensors, header, path)
+        files.write(path, tensors, header)
 
     # -- in a terminal --------------------------------------------------------------------------------------------
 
@@ -588,32 +589,35 @@ def from_state(state: State, model: nn.Module, prior: Any, likelihood: Any) -> L
     )
 
 
+@torch.inference_mode(False)
 def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None, data: Any = None) -> Laplace:
     """Load what `la.save` wrote, for the network that it was fitted at.
 
     A fit with a forward hook needs the same hook again: functions are not saved. Nor are data: what reads them again
     (another prior under matrix_free, a tangent center, a certificate) needs data=, those of the fit.
     """
-    tensors, header = files.read(path, io.SCHEMA)
-    if header["forward_hook"] and forward is None:
-        raise InvalidValue(f"{path} was fitted with a forward= hook, which is not saved; pass it to load again")
-    shapes = header["parameters"]
-    masks = {name: tensors[f"mask.{name}"] for name in shapes if f"mask.{name}" in tensors}
-    tangent = linearize(model, _selected(model, shapes, masks, path), forward=forward)
-    io.check_weights(tangent, header["fingerprints"], shapes, path)
-    state = io.unpack_state(tensors, header, tangent)
-    prior, likelihood = io.unpack_objects(tensors, header, tangent.layout)
-    bound = prior.bind(tangent.layout, tangent.device)
-    la = _assemble(state, bound, likelihood.to(tangent.device), header["memory_budget"])
-    tuning = header["tuning"]
-    if tuning is not None:
-        plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tuning.items()}
-        tuning = Tuning(**plain)
-    at, temperature = io.unpack_center(tensors, header, tangent.device), header.get("temperature", 1.0)
-    la = replace(la, center=header["center"], tuning=tuning, at=at, temperature=temperature)
-    if la.streams:
-        io.unpack_samples(tensors, header, la._spread.precision)
+    content = files.read(path, io.SCHEMA)
+    try:
+        la = _loaded(io.checked(*content, path), model, forward, path)
+    except BrokenFile as error:
+        raise BrokenFile(f"{path} is broken: {error}; save it again") from error
     return la if data is None else la._attached(data)
+
+
+def _loaded(saved: io.Saved, model: nn.Module, forward: Any, path: Any) -> Laplace:
+    if saved.forward_hook and forward is None:
+        raise InvalidValue(f"{path} was fitted with a forward= hook, which is not saved; pass it to load again")
+    shapes = {name: list(shape) for name, shape in saved.layout.shapes.items()}
+    tangent = linearize(model, _selected(model, shapes, saved.layout.masks, path), forward=forward)
+    io.check_weights(tangent, saved.state["fingerprints"], shapes, path)
+    device = tangent.device
+    prior = saved.prior.bind(tangent.layout, device)
+    la = _assemble(saved.attached(tangent), prior, saved.likelihood.to(device), saved.memory_budget)
+    at, temperature = saved.center_at(device), saved.temperature
+    la = replace(la, center=saved.center, tuning=saved.tuning, at=at, temperature=temperature)
+    if la.streams:
+        saved.remind(la._spread.precision)
+    return la
 
 
 def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:

@@ -187,7 +187,7 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
     rows: list[Tensor] = []
     shapes: list[torch.Size] = []
     held, maker, ranks = False, None, loading.ranks_of(batches)
-    inputs = torch.zeros(5, dtype=torch.float64)
+    inputs = fixed.no_sums()
     with ranks.told("reading the data for the tangent map"):
         for x, y in loading.passes(batches, tangent.device, label="tangent map"):
             if maker is None:

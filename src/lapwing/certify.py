@@ -72,7 +72,7 @@ class Reader:
     progress: bool
     passes: int = field(default=0)
     n: int = 0  # examples in the last pass, on this rank
-    inputs: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))  # their sums
+    inputs: Tensor = field(default_factory=fixed.no_sums)  # their sums
 
     @property
     def ranks(self) -> Ranks:
@@ -92,7 +92,7 @@ class Reader:
     def each(self, label: str) -> Any:
         """One pass over this rank's data."""
         self.passes += 1
-        self.n, self.inputs = 0, torch.zeros(5, dtype=torch.float64)
+        self.n, self.inputs = 0, fixed.no_sums()
         for x, y in loading.passes(self.batches, self.state.tangent.device, self.progress, label):
             self.n += len(y)
             self.inputs += fixed.input_sums(x, len(y))

@@ -11,6 +11,10 @@ class InvalidValue(LapwingError, ValueError):
     """An argument, a batch, a label or a file has a value that cannot be used."""
 
 
+class BrokenFile(InvalidValue):
+    """A file does not hold what it should: it is cut short, was changed, or does not belong together."""
+
+
 class Unsupported(LapwingError, TypeError):
     """Two parts were combined that have no rule for each other; the message names alternatives."""
 

@@ -26,8 +26,14 @@ SEEDS = (1_000_003, 2_000_003)  # of two readings that should be the same
 FEW = 16  # examples to read twice: a flip of every other one is missed once in 65,000 times
 SAME = 1e-6  # of sums over the same inputs, relative
 WIDTHS = 16  # of inputs, whose random vectors are kept
+SUMS = 5  # numbers that a pass is known by
 
 # -- inputs as sums ------------------------------------------------------------------------------------------------
+
+
+def no_sums() -> Tensor:
+    """The sums of no example, (5,)."""
+    return torch.zeros(SUMS, dtype=torch.float64)
 
 
 def input_sums(x: Any, n: int) -> Tensor:
@@ -140,7 +146,7 @@ def count(batches: Iterable[Any], device: torch.device) -> tuple[int, Tensor]:
     if isinstance(batches, Joined):
         parts = [count(part, device) for part in batches.parts]
         return sum(n for n, _ in parts), torch.stack([sums for _, sums in parts]).sum(0)
-    n, sums, marks = 0, torch.zeros(5, dtype=torch.float64), []
+    n, sums, marks = 0, no_sums(), []
     workers = _streaming_workers(batches)
     for x, y in passes(batches, device, label="counting", seed=SEEDS[0]):
         n, sums = n + len(y), sums + input_sums(x, len(y))

@@ -2,36 +2,107 @@
 
 The header holds the schema, likelihood, prior, structure, names and shapes of the parameters, N, and a fingerprint
 of every weight and buffer. A dual state keeps its inputs, so its file holds data; the header says so.
+
+What a file holds is checked against itself before anything is made of it, when it is written too, and then against the
+network: every entry and tensor is one that belongs there, of its type, shape and range.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+import json
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing import curvature, likelihoods, priors
+from lapwing import fixed, tree
 from lapwing.center import Center
-from lapwing.curvature import Factor, Part, State
-from lapwing.errors import InvalidValue
-from lapwing.files import pack_tree, unpack_tree
+from lapwing.curvature import Factor, Full, MatrixFree, Part, State
+from lapwing.curvature.cover import check_layers
+from lapwing.curvature.full import check_batches
+from lapwing.errors import BrokenFile, InvalidValue
+from lapwing.likelihoods import Likelihood, polarization
 from lapwing.operators import Samples, Streamed
+from lapwing.packing import (
+    Entries,
+    Tensors,
+    pack_object,
+    pack_plain,
+    pack_tree,
+    sound,
+    unpack_object,
+    unpack_plain,
+    unpack_tree,
+)
 from lapwing.solvers.estimate import mean_of
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
+from lapwing.tune import Tuning
 
-SCHEMA = 1
+SCHEMA = 2
+CENTER = ("iterations", "residual", "passes")  # of a Center, beside its tensors
+SAMPLES = ("residual", "steps", "passes", "solver", "preconditioner")  # of Samples, beside theirs
+POSITIVE = ("count", "weight")  # statistics that no data leave at 0
 
 
-# -- states ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What a file holds, without the network."""
+
+    layout: Layout
+    state: dict[str, Any]  # the fields of a State, but for its tangent model
+    prior: Any  # not bound yet
+    likelihood: Likelihood
+    center: str
+    at: Center | None
+    tuning: Tuning | None
+    samples: Samples | None
+    logdet: Tensor | None
+    temperature: float
+    memory_budget: int
+    forward_hook: bool
+
+    def attached(self, tangent: TangentModel) -> State:
+        """The state, at the network that it was made at."""
+        device, held = tangent.device, dict(self.state)
+        for kind in ("sums", "statistics", "basis"):
+            held[kind] = {key: value.to(device) for key, value in held[kind].items()}
+        move = lambda x: tree.map_tensors(lambda t: t.to(device), x)  # noqa: E731
+        held["batches"] = tuple((move(x), u.to(device)) for x, u in held["batches"])
+        state = State(**held, tangent=tangent)
+        with sound("its state at this network"):
+            check_layers(state.parts, tangent)
+            check_batches(tangent, state.batches)
+            coverage = state.structure.coverage(state.parts, tangent)
+        if coverage != state.coverage:
+            raise BrokenFile(f"it says of its parameters {state.coverage}, and they are {coverage}")
+        return state
+
+    def center_at(self, device: torch.device) -> Center | None:
+        if self.at is None:
+            return None
+        statistics = {key: value.to(device) for key, value in self.at.statistics.items()}
+        return replace(self.at, vector=self.at.vector.to(device), statistics=statistics)
+
+    def remind(self, precision: Streamed) -> None:
+        """Give a streamed precision what was saved of it."""
+        assert self.samples is not None
+        device, found = precision.d.device, self.samples
+        moved = {name: getattr(found, name).to(device) for name in ("z", "gamma", "squares")}
+        precision.remember(replace(found, **moved))
+        if self.logdet is not None:
+            precision.cache["logdet"] = precision.key, mean_of(self.logdet)
+
+
+# -- packing -----------------------------------------------------------------------------------------------------
 
 
 def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {f"sums.{k}": v for k, v in state.sums.items()}
     tensors |= {f"statistics.{k}": v for k, v in state.statistics.items()}
-    tensors |= {} if state.inputs is None else {"inputs": state.inputs}
+    tensors |= {} if state.inputs is None else {"input_sums": state.inputs}
     tensors |= {f"basis.{k}": v for k, v in state.basis.items()}
     tensors |= {f"mask.{k}": v for k, v in state.layout.masks.items()}
     inputs = []
@@ -39,17 +110,18 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors[f"batch.{i}.cotangents"] = u
         inputs.append(pack_tree(x, f"batch.{i}.inputs", tensors))
     header = {
-        "structure": {"kind": type(state.structure).__name__, **_fields(state.structure)},
-        "factor": {"kind": state.factor.kind, "samples": state.factor.samples},
+        "structure": pack_object(state.structure, "structure", "structure.", tensors),
+        "factor": pack_plain(state.factor),
         "likelihood": state.likelihood,
         "weights": state.weights,
         "paired": state.paired,
         "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
+        "masks": list(state.layout.masks),
         "n": state.n,
         "targets": state.targets,
         "lost": state.lost,
         "fingerprints": state.fingerprints,
-        "parts": [asdict(part) for part in state.parts],
+        "parts": [pack_plain(part) for part in state.parts],
         "coverage": state.coverage,
         "holds_data": state.holds_data,
         "inputs": inputs,
@@ -57,61 +129,13 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, header
 
 
-def unpack_state(tensors: dict[str, Tensor], header: dict[str, Any], tangent: TangentModel) -> State:
-    """A state, attached to a tangent model that must be the one it was made at."""
-    device = tangent.device
-    part = {
-        kind: {k.removeprefix(f"{kind}."): v.to(device) for k, v in tensors.items() if k.startswith(f"{kind}.")}
-        for kind in ("sums", "statistics", "basis")
+def pack_objects(prior: Any, likelihood: Any, tuning: Tuning | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    return tensors, {
+        "prior": pack_object(prior, "prior", "prior.", tensors),
+        "likelihood_object": pack_object(likelihood, "likelihood", "likelihood.", tensors),
+        "tuning": None if tuning is None else pack_plain(tuning),
     }
-    structure = dict(header["structure"])
-    return State(
-        structure=getattr(curvature, structure.pop("kind"))(**structure),
-        factor=Factor(**header["factor"]),
-        likelihood=header["likelihood"],
-        weights=header["weights"],
-        tangent=tangent,
-        fingerprints=header["fingerprints"],
-        n=header["n"],
-        statistics=part["statistics"],
-        sums=part["sums"],
-        basis=part["basis"],
-        batches=tuple(
-            (unpack_tree(spec, tensors, device), tensors[f"batch.{i}.cotangents"].to(device))
-            for i, spec in enumerate(header["inputs"])
-        ),
-        parts=tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in header["parts"]),
-        coverage=header["coverage"],
-        targets=header.get("targets"),
-        inputs=tensors.get("inputs"),
-        paired=header.get("paired", False),
-        lost=header.get("lost", 0.0),
-    )
-
-
-def check_weights(
-    tangent: TangentModel, fingerprints: dict[str, str], parameters: dict[str, list[int]], path: Any
-) -> None:
-    """Raise, naming the first parameter that differs, unless the network is the one that was saved."""
-    mine = tangent.fingerprints()
-    for name, shape in parameters.items():
-        if name not in mine:
-            raise InvalidValue(f"{path} was saved from another architecture: the model has no parameter {name}")
-        here = {**tangent.constants, **tangent.embed(tangent.params)}[name].shape
-        if list(here) != shape:
-            raise InvalidValue(f"{path}: parameter {name} has shape {tuple(here)} here and {tuple(shape)} in the file")
-    for name in {**fingerprints, **mine}:
-        if name not in fingerprints or name not in mine:
-            raise InvalidValue(f"{path} was saved from another architecture: {name} is on one side only")
-        if fingerprints[name] != mine[name]:
-            raise InvalidValue(f"{path} was saved at other weights: {name} differs; load the weights it was fitted at")
-
-
-def _fields(structure: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(structure).items() if isinstance(v, (str, int, float, bool))}
-
-
-# -- the tangent center ------------------------------------------------------------------------------------------
 
 
 def pack_center(center: Center | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -119,20 +143,7 @@ def pack_center(center: Center | None) -> tuple[dict[str, Tensor], dict[str, Any
         return {}, {"tangent_map": None}
     tensors = {"center.vector": center.vector}
     tensors |= {f"center.statistics.{k}": v for k, v in center.statistics.items()}
-    kept = {"iterations": center.iterations, "residual": center.residual, "passes": center.passes}
-    return tensors, {"tangent_map": kept}
-
-
-def unpack_center(tensors: dict[str, Tensor], header: dict[str, Any], device: torch.device) -> Center | None:
-    kept = header.get("tangent_map")
-    if kept is None:
-        return None
-    prefix = "center.statistics."
-    statistics = {k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)}
-    return Center(tensors["center.vector"].to(device), statistics, **kept)
-
-
-# -- samples -----------------------------------------------------------------------------------------------------
+    return tensors, {"tangent_map": pack_plain(center, CENTER)}
 
 
 def pack_samples(precision: Streamed) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -147,70 +158,225 @@ def pack_samples(precision: Streamed) -> tuple[dict[str, Tensor], dict[str, Any]
     known = precision.cache.get("logdet")
     if known is not None and known[0] == precision.key:
         tensors["samples.logdet"] = known[1].samples
-    told = ("residual", "steps", "passes", "solver", "preconditioner")
-    return tensors, {"samples": {name: getattr(found, name) for name in told}}
+    return tensors, {"samples": pack_plain(found, SAMPLES), "logdet": "samples.logdet" in tensors}
 
 
-def unpack_samples(tensors: dict[str, Tensor], header: dict[str, Any], precision: Streamed) -> None:
-    """Give a streamed precision what was saved of it."""
-    saved: dict[str, Any] = {n: tensors[f"samples.{n}"].to(precision.d.device) for n in ("z", "gamma", "squares")}
-    precision.remember(Samples(**saved, **header["samples"]))
-    if "samples.logdet" in tensors:
-        precision.cache["logdet"] = precision.key, mean_of(tensors["samples.logdet"])
+def check_writable(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> None:
+    """Raise unless what is about to be written could be read again."""
+    try:
+        checked(tensors, json.loads(json.dumps(header)), path)
+    except (BrokenFile, TypeError) as error:
+        raise InvalidValue(f"cannot save to {path}, as it could not be loaded: {error}") from error
 
 
-# -- priors and likelihoods --------------------------------------------------------------------------------------
+# -- checking ----------------------------------------------------------------------------------------------------
 
 
-def pack_objects(prior: Any, likelihood: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    _check_known(prior, priors)
-    tensors = {f"prior.{k}": v for k, v in prior.hyperparameters.items()}
-    tensors["prior.mean"] = priors.Gaussian.mean_vector(prior)
-    per = prior.per if isinstance(prior.per, str) else list(prior.per)
-    return tensors, {
-        "prior": {"kind": type(prior).__name__, "per": per, "floor": getattr(prior, "floor", None)},
-        "likelihood_object": _pack_likelihood(likelihood, "likelihood.", tensors),
-    }
-
-
-def _check_known(thing: Any, known: Any) -> None:
-    if getattr(known, type(thing).__name__, None) is not type(thing):
-        raise InvalidValue(
-            f"cannot save a {type(thing).__name__} defined outside Lapwing: save la.state's parts yourself"
-        )
-
-
-def _pack_likelihood(likelihood: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Its fields: tensors, numbers, and the likelihood that it wraps."""
-    _check_known(likelihood, likelihoods)
-    spec: dict[str, Any] = {"kind": type(likelihood).__name__}
-    for name, value in ((f.name, getattr(likelihood, f.name)) for f in fields(likelihood)):
-        if isinstance(value, Tensor):
-            tensors[f"{prefix}{name}"] = value
-        elif isinstance(value, likelihoods.Likelihood):
-            spec[name] = _pack_likelihood(value, f"{prefix}{name}.", tensors)
-        else:
-            spec[name] = value
-    return spec
-
-
-def _unpack_likelihood(spec: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> Any:
-    kind = getattr(likelihoods, spec["kind"])
-    known = {f.name: tensors.get(f"{prefix}{f.name}") for f in fields(kind)}
-    for name, value in spec.items():
-        if name != "kind":
-            known[name] = _unpack_likelihood(value, f"{prefix}{name}.", tensors) if isinstance(value, dict) else value
-    return kind(**known)
-
-
-def unpack_objects(tensors: dict[str, Tensor], header: dict[str, Any], layout: Layout) -> tuple[Any, Any]:
-    per = header["prior"]["per"]
-    mean = tensors["prior.mean"]
-    floor = header["prior"].get("floor")
-    prior = getattr(priors, header["prior"]["kind"])(
-        precision=tensors["prior.precision"],
-        per=per if isinstance(per, str) else tuple(per),
-        mean=float(mean[0]) if bool((mean == mean[0]).all()) else layout.unflatten(mean),
-        **({} if floor is None else {"floor": floor}),
+def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Saved:
+    """What a file holds, once it is seen to belong together."""
+    entries, held = Entries(header), Tensors(tensors, path)
+    entries.take("schema", "int")
+    layout = _layout(entries, held)
+    likelihood = unpack_object(entries.take("likelihood_object", "dict"), "likelihood", held)
+    prior = unpack_object(entries.take("prior", "dict"), "prior", held)
+    state = _state(entries, held, layout, likelihood)
+    with sound("its prior"):
+        groups = prior.bind(layout).precision.numel()
+    samples, logdet = _samples(entries, held, state, layout, groups)
+    tuning = entries.take("tuning", "dict | None")
+    with sound("its tuning"):
+        tuning = None if tuning is None else Tuning(**unpack_plain(Tuning, tuning, "its tuning"))
+    center, at = entries.take("center", "str"), _center(entries, held, layout, likelihood, state["n"])
+    if center != ("map" if at is None else "tangent"):
+        raise BrokenFile(f"it is centered at {center!r}, and {'has no' if at is None else 'has a'} tangent center")
+    saved = Saved(
+        layout,
+        state,
+        prior,
+        likelihood,
+        center,
+        at,
+        tuning,
+        samples,
+        logdet,
+        entries.take("temperature", "float", math.ulp(0.0)),
+        entries.take("memory_budget", "int", 1),
+        entries.take("forward_hook", "bool"),
     )
-    return prior, _unpack_likelihood(header["likelihood_object"], "likelihood.", tensors)
+    entries.done()
+    held.done()
+    return saved
+
+
+def _layout(entries: Entries, held: Tensors) -> Layout:
+    """The parameters, with masks that select some of their elements, and not all."""
+    shapes = entries.take("parameters", "dict")
+    for name, shape in shapes.items():
+        if type(shape) is not list or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+            raise BrokenFile(f"it has a parameter {name} of shape {shape}")
+    masks = {}
+    for name in entries.take("masks", "list"):
+        if name not in shapes:
+            raise BrokenFile(f"it has a mask for {name!r}, which is no parameter of it")
+        masks[name] = held.take(f"mask.{name}", tuple(shapes[name]), torch.bool)
+        if not bool(masks[name].any()) or bool(masks[name].all()):
+            raise BrokenFile(f"its mask of {name} selects all or nothing")
+    if not shapes:
+        raise BrokenFile("it has no parameters")
+    return Layout({name: torch.Size(shape) for name, shape in shapes.items()}, masks)
+
+
+def _state(entries: Entries, held: Tensors, layout: Layout, likelihood: Likelihood) -> dict[str, Any]:
+    with sound("its output factor"):
+        factor = Factor(**unpack_plain(Factor, entries.take("factor", "dict"), "its output factor"))
+    structure = unpack_object(entries.take("structure", "dict"), "structure", held)
+    specs = [unpack_plain(Part, spec, "its part") for spec in entries.take("parts", "list")]
+    parts = tuple(Part(**spec) for spec in specs)
+    weights, n = entries.take("weights", "int", 1), entries.take("n", "int", 1, 2**63)
+    sums, basis = _sums(held, structure, layout, parts, weights, factor)
+    out = {
+        "structure": structure,
+        "factor": factor,
+        "likelihood": entries.take("likelihood", "str"),
+        "weights": weights,
+        "paired": entries.take("paired", "bool"),
+        "n": n,
+        "targets": entries.take("targets", "int | None", 0, 2**64 - 1),
+        "lost": entries.take("lost", "float", 0),
+        "fingerprints": _strings(entries, "fingerprints"),
+        "parts": parts,
+        "coverage": _strings(entries, "coverage"),
+        "sums": sums,
+        "basis": basis,
+        "statistics": _statistics(held, "statistics.", likelihood, n),
+        "batches": _batches(entries, held, structure, likelihood, weights, n),
+        "inputs": _input_sums(held, n),
+    }
+    _check_curvature_weights(likelihood, out)
+    return out
+
+
+def _input_sums(held: Tensors, n: int) -> Tensor | None:
+    """By which the data are known again (fixed.py); NaN stands for inputs that cannot be."""
+    if "input_sums" not in held.left:
+        return None
+    found = held.take("input_sums", (fixed.SUMS,), torch.float64)
+    if float(found[0]) != n or bool(found.isinf().any()):
+        raise BrokenFile(f"its sums over the inputs are of {float(found[0]):g} examples, and it has {n}")
+    return found
+
+
+def _strings(entries: Entries, key: str) -> dict[str, str]:
+    found = entries.take(key, "dict")
+    if not all(type(value) is str for value in found.values()):
+        raise BrokenFile(f"its {key} are not strings")
+    return found
+
+
+def _sums(
+    held: Tensors, structure: Any, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those that the structure says it keeps; a structure that does not say may keep any numbers."""
+    if not hasattr(structure, "keeps"):
+        return tuple({k: held.finite(f"{kind}.{k}") for k in held.under(f"{kind}.")} for kind in ("sums", "basis"))  # type: ignore[return-value]
+    with sound(f"its structure ({structure})"):
+        sums, basis = structure.keeps(layout, parts, weights, factor)
+    return held.expected("sums.", sums), held.expected("basis.", basis)
+
+
+def _statistics(held: Tensors, prefix: str, likelihood: Likelihood, n: int) -> dict[str, Tensor]:
+    found = {key: held.finite(prefix + key, dtype=torch.float64) for key in held.under(prefix)}
+    with sound(f"its {prefix[:-1]}"):
+        likelihood.check_shapes(found)
+        if any(not bool((found[key] > 0).all()) for key in POSITIVE if key in found):
+            raise BrokenFile(f"its {prefix[:-1]} are of no data")
+        count = float(found["count"].min()) if "count" in found and "weight" not in found else n
+        if count < n:
+            raise BrokenFile(f"its {prefix[:-1]} are of {count:g} targets, and it has {n} examples")
+        if not bool(torch.isfinite(likelihood.log_likelihood(found))):
+            raise BrokenFile(f"its {prefix[:-1]} give no log-likelihood")
+    return found
+
+
+def _batches(
+    entries: Entries, held: Tensors, structure: Any, likelihood: Likelihood, weights: int, n: int
+) -> tuple[tuple[Any, Tensor], ...]:
+    """Inputs and cotangents, of a dual state only."""
+    specs = entries.take("inputs", "list")
+    dual = isinstance(structure, Full) and structure.form == "dual"
+    wrong = hasattr(structure, "keeps") and dual is not bool(specs)
+    if entries.take("holds_data", "bool") is not bool(specs) or wrong:
+        raise BrokenFile(f"it holds {len(specs)} batches of data, and its structure is {structure}")
+    columns = polarization.outputs(weights) if likelihood.paired else weights
+    out, seen = [], 0
+    for i, spec in enumerate(specs):
+        x, u = unpack_tree(spec, held), held.finite(f"batch.{i}.cotangents")
+        if u.ndim < 3 or not u.numel() or u.shape[1] % columns:
+            raise BrokenFile(f"its batch {i} has cotangents of shape {tuple(u.shape)}")
+        for t in tree.tensors(x):
+            if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+                raise BrokenFile(f"its batch {i} has NaN or infinite inputs")
+        out.append((x, u))
+        seen += len(u)
+    if seen > n:
+        raise BrokenFile(f"it is of {n} examples and holds {seen}")
+    return tuple(out)
+
+
+def _check_curvature_weights(likelihood: Likelihood, state: dict[str, Any]) -> None:
+    """That the curvature is this likelihood's: its kind, and the number of its weights."""
+    with sound("its likelihood"):
+        weights = len(likelihood.curvature_weights(state["factor"].kind))
+    if likelihood.kind != state["likelihood"] or likelihood.paired is not state["paired"]:
+        raise BrokenFile(f"it holds the likelihood {likelihood.kind}, and its curvature is of {state['likelihood']}")
+    pairs = polarization.outputs(state["weights"]) if state["paired"] else 0
+    if weights not in (1, state["weights"]) or (state["paired"] and pairs * (pairs + 1) // 2 != state["weights"]):
+        raise BrokenFile(f"its likelihood has {weights} curvature weights, and its curvature {state['weights']}")
+
+
+def _center(entries: Entries, held: Tensors, layout: Layout, likelihood: Likelihood, n: int) -> Center | None:
+    kept = entries.take("tangent_map", "dict | None")
+    if kept is None:
+        return None
+    found = unpack_plain(Center, kept, "its tangent center", CENTER)
+    vector = held.finite("center.vector", (layout.size,), torch.float64)
+    return Center(vector, _statistics(held, "center.statistics.", likelihood, n), **found)
+
+
+def _samples(
+    entries: Entries, held: Tensors, state: dict[str, Any], layout: Layout, groups: int
+) -> tuple[Samples | None, Tensor | None]:
+    """Of matrix_free, and of no other structure."""
+    structure, double = state["structure"], torch.float64
+    if not isinstance(structure, MatrixFree):
+        return None, None
+    found = unpack_plain(Samples, entries.take("samples", "dict"), "its samples", SAMPLES)
+    k = structure.samples
+    z = held.finite("samples.z", (k, layout.size), double)
+    gamma = held.finite("samples.gamma", (k, groups), double)
+    squares = held.finite("samples.squares", (k, state["weights"]), double)
+    logdet = held.finite("samples.logdet", dtype=double) if entries.take("logdet", "bool") else None
+    if found["solver"] != structure.solver or (logdet is not None and (logdet.ndim != 1 or len(logdet) < 2)):
+        raise BrokenFile(f"its samples were not made by {structure}")
+    return Samples(z, gamma, squares, **found), logdet
+
+
+# -- against the network -----------------------------------------------------------------------------------------
+
+
+def check_weights(
+    tangent: TangentModel, fingerprints: dict[str, str], parameters: dict[str, list[int]], path: Any
+) -> None:
+    """Raise, naming the first parameter that differs, unless the network is the one that was saved."""
+    mine, all_weights = tangent.fingerprints(), {**tangent.constants, **tangent.embed(tangent.params)}
+    for name, shape in parameters.items():
+        if name not in mine:
+            raise InvalidValue(f"{path} was saved from another architecture: the model has no parameter {name}")
+        here = all_weights[name].shape
+        if list(here) != shape:
+            raise InvalidValue(f"{path}: parameter {name} has shape {tuple(here)} here and {tuple(shape)} in the file")
+    for name in {**fingerprints, **mine}:
+        if name not in fingerprints or name not in mine:
+            raise InvalidValue(f"{path} was saved from another architecture: {name} is on one side only")
+        if fingerprints[name] != mine[name]:
+            raise InvalidValue(f"{path} was saved at other weights: {name} differs; load the weights it was fitted at")

@@ -10,7 +10,7 @@ from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrix_free import MatrixFree
 from lapwing.curvature.parts import Part
 from lapwing.curvature.removal import vanished, without
-from lapwing.curvature.state import State
+from lapwing.curvature.state import State, register
 
 __all__ = [
     "BUDGET",
@@ -27,6 +27,7 @@ __all__ = [
     "State",
     "accumulate",
     "probe",
+    "register",
     "rules",
     "vanished",
     "without",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -106,7 +107,7 @@ class Running:
     accumulator: Any
     n: int = 0
     targets: int = 0
-    inputs: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
+    inputs: Tensor = field(default_factory=fixed.no_sums)
     statistics: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)  # in the end
     batches: tuple[Any, ...] = ()
@@ -114,6 +115,12 @@ class Running:
     def read(self, x: Any, y: Any) -> None:
         """Inputs as they come, before any are left out."""
         self.inputs = self.inputs + fixed.input_sums(x, len(y) if isinstance(y, Tensor) and y.ndim else 0)
+
+    def check(self) -> None:
+        """Whether a pass can go on from these (checkpoint.py)."""
+        tensors = all(isinstance(value, Tensor) for value in self.statistics.values())
+        if not tensors or not 0 <= self.targets < 2**64:
+            raise InvalidValue(f"{self.n} examples with a digest {self.targets} and statistics {list(self.statistics)}")
 
     def count(self, y: Tensor, statistics: dict[str, Tensor]) -> None:
         self.n += len(y)
@@ -160,28 +167,29 @@ def accumulate(
         return check_sums(state, batches)
     one = Pass(structure, tangent, likelihood, batches, factor, generator, progress, seen)
     journal = None if place is None else one.journal(place, basis)
-    if first is not None:
-        basis = basis if basis is not None or journal is None else journal.basis(one.empty, one.ranks)
-        within = None if place is None else place.within()
-        basis = basis or accumulate(
-            first,
-            tangent,
-            likelihood,
-            batches,
-            factor,
-            generator=generator,
-            progress=progress,
-            seen=seen,
-            checkpoint=within,
-        )
-    accumulator, before = one.begun(basis), None if given or basis is None else basis.inputs
-    del basis  # its memory, before the pass
-    state = merged(one.state(one.run(accumulator, journal)), one.ranks)
-    for inputs in (seen.sums, before):
-        fixed.check_inputs(state.inputs, inputs)
-    likelihood.check(state.statistics)
-    if journal is not None:
-        journal.done()
+    with nullcontext() if journal is None else journal:  # with its lock
+        if first is not None:
+            basis = basis if basis is not None or journal is None else journal.basis(one.empty, one.ranks)
+            within = None if place is None else place.within()
+            basis = basis or accumulate(
+                first,
+                tangent,
+                likelihood,
+                batches,
+                factor,
+                generator=generator,
+                progress=progress,
+                seen=seen,
+                checkpoint=within,
+            )
+        accumulator, before = one.begun(basis), None if given or basis is None else basis.inputs
+        del basis  # its memory, before the pass
+        state = merged(one.state(one.run(accumulator, journal)), one.ranks)
+        for inputs in (seen.sums, before):
+            fixed.check_inputs(state.inputs, inputs)
+        likelihood.check(state.statistics)
+        if journal is not None:
+            journal.done()
     return check_sums(state, batches)
 
 
@@ -240,7 +248,7 @@ class Pass:
         with ranks.told(f"the pass of {self.structure}"):
             running, label = Running(accumulator), str(self.structure)
             if journal is not None:
-                journal.resume(running, own, self.tangent.device)
+                journal.resume(running, own, likelihood, self.tangent.device)
                 label += journal.label
             stream: Iterable[Any] = loading.passes(self.batches, self.tangent.device, self.progress, label)
             if journal is not None:

@@ -5,32 +5,38 @@ the state of the generator, the basis of a second pass, and a digest of every ba
 are loaded again and held to their digests, which takes no run of the network. A checkpoint of another fit is refused.
 
 An object names its attributes that change as `mutable`: tensors, numbers, lists, tuples and dicts of them, and objects
-that have `mutable` too.
+that have `mutable` too. What is put back must be like what a pass begins with; an object whose attributes begin as None
+or empty may have `check()`, which raises unless it can go on from what it was given.
+
+One fit at a time has a checkpoint: it holds a lock on it (locks.py).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing import files, tree
+from lapwing import files, locks, tree
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import SAME, State
 from lapwing.distributed import Ranks
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import BrokenFile, InvalidValue, LapwingWarning
 from lapwing.likelihoods import Likelihood
+from lapwing.packing import Entries, Tensors, pack_plain, pack_tree, sound, unpack_plain, unpack_tree
 from lapwing.tangent import TangentModel
 
-SCHEMA = 1
+SCHEMA = 2
 EVERY = 100  # batches
 ANEW = "delete it to begin anew, or give another path"
 
@@ -41,7 +47,7 @@ class Checkpoint:
 
     path: Path
     every: int = EVERY
-    last: bool = True  # no pass comes after: the fit is done
+    last: bool = True  # no pass comes after: the fit is done, and this pass has the lock
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
@@ -58,11 +64,12 @@ class Checkpoint:
         path = self.path if ranks.alone else self.path.with_name(f"{self.path.name}.rank{ranks.rank}")
         identity = {**identity, "the number of ranks": ranks.size}
         journal = Journal(replace(self, path=path), structures[0], identity, outputs.detach())
-        with ranks.told(f"opening the checkpoint {self.path}"):
-            files.check_target(path)
-            files.remove_unfinished(path)
-            if path.exists():
-                journal.read(structures)
+        try:
+            with ranks.told(f"opening the checkpoint {self.path}"):
+                journal.open(structures)
+        except BaseException:  # here, or on another rank
+            journal.lock.close()
+            raise
         return journal
 
 
@@ -87,13 +94,40 @@ class Journal:
     tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
     header: dict[str, Any] | None = None
     start: Tensor | None = None  # of the fit's generator, when the pass began
+    lock: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.lock.close()
+
+    def open(self, structures: list[str]) -> None:
+        """Lock the checkpoint, and take up what is there."""
+        path = files.check_target(self.place.path)
+        with ExitStack() as lock:
+            if self.place.last:
+                lock.enter_context(locks.alone(path, "the checkpoint"))
+            files.remove_unfinished(path)
+            if path.exists():
+                self.read(structures)
+            self.lock = lock.pop_all()
 
     def read(self, structures: list[str]) -> None:
         tensors, header = files.read(self.place.path, SCHEMA, files.CHECKPOINT, ANEW)
+        with self._whole():
+            _check_entries(tensors, header)
         self.check(tensors, header, structures)
         if header["structure"] == self.structure:
-            self.tensors, self.header = {k: v.clone() for k, v in tensors.items()}, header  # out of the mapped file
+            self.tensors, self.header = tensors, header
             self.marks, self.start = tensors["marks"].tolist(), self.tensors["start"]
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenFile as error:
+            raise BrokenFile(f"{self.place.path} is broken: {error}; {ANEW}") from error
 
     def done(self) -> None:
         if self.place.last:
@@ -133,14 +167,22 @@ class Journal:
         found = None
         if self.header is not None:
             tensors = {k.removeprefix("basis."): v for k, v in self.tensors.items() if k.startswith("basis.")}
-            found = tensors, self.header["parts"], self.start
+            with self._whole():
+                found = tensors, [unpack_plain(Part, part, "its part") for part in self.header["parts"]], self.start
         found = ranks.first(found, "the basis in the checkpoint")
         if found is None:
             return None
         self.start = found[2]
         tensors = {key: value.to(empty.tangent.device) for key, value in found[0].items()}
-        parts = tuple(Part(**{**part, "shape": tuple(part["shape"])}) for part in found[1])
+        parts = tuple(Part(**part) for part in found[1])
+        self._check_basis(empty, tensors, parts)
         return replace(empty, basis=tensors, parts=parts)
+
+    def _check_basis(self, empty: State, tensors: dict[str, Tensor], parts: tuple[Part, ...]) -> None:
+        if hasattr(empty.structure, "keeps"):
+            with self._whole(), sound("its basis"):
+                _, wanted = empty.structure.keeps(empty.layout, parts, empty.weights, empty.factor)
+                Tensors(tensors, self.place.path).expected("", wanted)
 
     def begin(self, generator: torch.Generator) -> None:
         """The generator as it was when the pass began: passes before it, which drew from it, are not made again."""
@@ -148,7 +190,7 @@ class Journal:
             generator.set_state(self.start)
         self.start = generator.get_state()
 
-    def resume(self, running: Any, generator: torch.Generator, device: torch.device) -> None:
+    def resume(self, running: Any, generator: torch.Generator, likelihood: Likelihood, device: torch.device) -> None:
         """Put back what the pass had, if it had begun."""
         if not hasattr(running.accumulator, "mutable"):
             raise InvalidValue(
@@ -156,9 +198,27 @@ class Journal:
                 "`mutable` attributes; leave checkpoint= away, or name them"
             )
         if self.header is not None:
-            put_back(running, files.unpack_tree(self.header["run"], self.tensors, device))
+            with self._whole(), sound("its pass"):
+                self._restore(running, device)
+                likelihood.check_shapes(running.statistics)
             generator.set_state(self.tensors["generator"])
             self.tensors = {}
+
+    def _restore(self, running: Any, device: torch.device) -> None:
+        assert self.header is not None
+        found = Tensors({k: v for k, v in self.tensors.items() if k.startswith("run.")}, self.place.path)
+        kept = unpack_tree(self.header["run"], found, device)
+        found.done()
+        _check_like(held(running), kept, "run")
+        put_back(running, kept)
+        _check_objects(running)
+        parts = [pack_plain(part) for part in getattr(running.accumulator, "parts", ())]
+        if json.loads(json.dumps(parts)) != self.header["parts"]:
+            raise BrokenFile(f"its parts are {self.header['parts']}, and those of the network are {parts}")
+        if {k for k in self.tensors if k.startswith("basis.")} != _named(getattr(running.accumulator, "basis", {})):
+            raise BrokenFile("it is in another basis")
+        if running.n != sum(n for _, n in self.marks):
+            raise BrokenFile(f"it has seen {running.n} examples in batches of {[n for _, n in self.marks]}")
 
     def through(self, batches: Iterable[Any], running: Any, generator: torch.Generator) -> Iterator[tuple[Any, Any]]:
         """The batches that are left, after those that were seen; a checkpoint is written after every few, once the one
@@ -195,7 +255,7 @@ class Journal:
 
     def write(self, running: Any, generator: torch.Generator) -> None:
         accumulator, tensors = running.accumulator, {}  # type: ignore[var-annotated]
-        run = files.pack_tree(held(running), "run", tensors)
+        run = pack_tree(held(running), "run", tensors)
         tensors |= {f"basis.{k}": v for k, v in getattr(accumulator, "basis", {}).items()}
         assert self.start is not None
         tensors |= {"generator": generator.get_state(), "start": self.start}
@@ -205,7 +265,7 @@ class Journal:
             "structure": self.structure,
             "identity": self.identity,
             "machine": machine(),
-            "parts": [asdict(part) for part in getattr(accumulator, "parts", ())],
+            "parts": [pack_plain(part) for part in getattr(accumulator, "parts", ())],
             "run": run,
         }
         files.write(self.place.path, tensors, header, files.CHECKPOINT)
@@ -242,6 +302,57 @@ def identity(
 def machine() -> str:
     """What bits may depend on though the sums do not."""
     return f"{torch.get_num_threads()} threads on {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _check_entries(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """What every checkpoint has."""
+    entries, found = Entries(header), Tensors(tensors, "")
+    for key, kind in [("schema", "int"), ("structure", "str"), ("machine", "str"), ("parts", "list")]:
+        entries.take(key, kind)
+    entries.take("identity", "dict"), entries.take("run", "dict")
+    entries.done()
+    for name in ("generator", "start"):
+        with sound(f"its {name}"):
+            torch.Generator().set_state(found.take(name, torch.Generator().get_state().shape, torch.uint8))
+    marks = found.take("marks", dtype=torch.int64)
+    if marks.ndim != 2 or marks.shape[1] != 2 or not len(marks) or bool((marks[:, 1] < 0).any()):
+        raise found.broken(f"has marks of batches {tuple(marks.shape)}, not a digest and a number for each")
+    found.finite("outputs")
+    for name in list(found.left):
+        if not name.startswith(("run.", "basis.")):
+            raise found.broken(f"has a tensor {name!r}, which nobody knows")
+
+
+def _named(basis: dict[str, Tensor]) -> set[str]:
+    return {f"basis.{key}" for key in basis}
+
+
+def _check_like(now: Any, kept: Any, name: str) -> None:
+    """Raise unless a tree is like the one that a pass begins with: what is None or empty there may be anything."""
+    if isinstance(kept, Tensor) and kept.is_floating_point() and not bool(torch.isfinite(kept).all()):
+        raise BrokenFile(f"it has NaN or infinite values in {name}")
+    if isinstance(now, dict) and isinstance(kept, dict):
+        if now and now.keys() != kept.keys():
+            raise BrokenFile(f"it has {list(kept)} in {name}, not {list(now)}")
+        for key, value in kept.items():
+            _check_like(now.get(key), value, f"{name}.{key}")
+    elif isinstance(now, Tensor) and isinstance(kept, Tensor):
+        if (now.shape, now.dtype) != (kept.shape, kept.dtype):
+            raise BrokenFile(f"it has {kept.dtype} {tuple(kept.shape)} in {name}, not {now.dtype} {tuple(now.shape)}")
+    elif now is not None and type(now) is not type(kept):
+        raise BrokenFile(f"it has a {type(kept).__name__} in {name}, not a {type(now).__name__}")
+
+
+def _check_objects(thing: Any) -> None:
+    """Ask each object with `check` whether it can go on."""
+    if isinstance(thing, dict):
+        for value in thing.values():
+            _check_objects(value)
+    elif hasattr(thing, "mutable"):
+        for name in thing.mutable:
+            _check_objects(getattr(thing, name))
+        if hasattr(thing, "check"):
+            thing.check()
 
 
 def held(thing: Any) -> Any:

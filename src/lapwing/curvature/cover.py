@@ -20,6 +20,7 @@ from lapwing import tree
 from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import rule_for
+from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 
 PROBE = 4  # examples
@@ -59,6 +60,17 @@ def _cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
     ]
     order = {n: i for i, n in enumerate(tangent.layout.names)}
     return tuple(sorted([*proved, *rest], key=lambda part: order[part.parameters[0]]))
+
+
+def check_layers(parts: tuple[Part, ...], tangent: TangentModel) -> None:
+    """Raise unless the parts are of layers that the network has, as their rules see them."""
+    known = {part.name: part for part in _candidates(tangent)[0]}
+    for part in parts:
+        if not part.generic and replace(part, kind="", reason="", clone=False) != known.get(part.name):
+            raise InvalidValue(
+                f"the network has no layer {part.name} of the shape {part.shape}, or its rule is not known here; "
+                "register rules of your own (lw.curvature.rules.register) first"
+            )
 
 
 def _few(tangent: TangentModel, x: Any) -> Any:

@@ -22,13 +22,15 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Kronecker, LayeredSum, never_negative, part_operator
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import DenseInputs
-from lapwing.curvature.state import State
+from lapwing.curvature.state import Kept, State
 from lapwing.curvature.sums import by_weight
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Blocks
 from lapwing.operators import EigenKronecker as EigenKroneckerOperator
+from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
+from lapwing.tree import Layout
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,20 @@ class EigenKronecker(Kronecker):
             state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
         ops = tuple(_operator(part, state, weights) for part in state.parts)
         return Blocks(ops, state.cache["index"], state.cache.setdefault("blocks", {}))
+
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        sums, _ = super().keeps(layout, parts, weights, factor)
+        basis = {}
+        for part in (part for part in parts if part.kind == "kron"):
+            b, o, i = part.shape
+            basis[f"{part.name}/UB"] = Expected(((b, o, o),), orthonormal=True)
+            basis[f"{part.name}/UA"] = Expected(((b, i, i),), orthonormal=True, optional=self.one_hot(part))
+        return sums, basis
+
+    def sums(self, part: Part, weights: int) -> dict[str, Expected]:
+        if part.kind == "kron":
+            return {"values": Expected(((weights, *part.shape),), squares=True)}
+        return super().sums(part, weights)
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         said = super().coverage(state_parts, tangent)

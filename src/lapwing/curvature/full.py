@@ -7,6 +7,7 @@ else by ranges of columns. form="auto" takes the smaller of P and NC.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,15 +23,17 @@ from lapwing.curvature.hessian import HessianSum
 from lapwing.curvature.memory import physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker, StreamedRows
-from lapwing.curvature.state import State
+from lapwing.curvature.state import Kept, State, register
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood, polarization
 from lapwing.operators import Dense, Diagonal, Mixed, OuterRows, RootPlusDiagonal
+from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 
 ROWS = 2048  # rows gathered before they are multiplied
 
 
+@register
 @dataclass(frozen=True)
 class Full:
     form: str = "auto"  # "primal", "dual" or "auto"
@@ -84,6 +87,12 @@ class Full:
             state.cache["rows"] = StreamedRows(state.tangent, state.batches, self.memory_budget)
         return state.cache["rows"]
 
+    def keeps(self, layout: tree.Layout, parts: tuple[Any, ...], weights: int, factor: Factor) -> Kept:
+        if parts or self.form == "auto":
+            raise InvalidValue(f"{self} has no parts and is primal or dual, and this is {self.form} with {len(parts)}")
+        gram = Expected(((weights, layout.size, layout.size),), squares=factor.kind != "hessian", gram=True)
+        return ({"gram": gram} if self.form == "primal" else {}), {}
+
     def coverage(self, parts: tuple[Any, ...], tangent: TangentModel) -> dict[str, str]:
         return dict.fromkeys(tangent.layout.names, f"exact ({self.form})")
 
@@ -101,6 +110,15 @@ def _row_weights(state: State, weights: Tensor) -> Diagonal | Mixed:
     return Diagonal(weights, m, torch.cat([part.reshape(-1) for part in parts]).to(weights.device))
 
 
+def check_batches(tangent: TangentModel, batches: Iterable[tuple[Any, Tensor]]) -> None:
+    """Raise unless the network takes the inputs and its outputs have the shape of their cotangents (n, K, ..., c)."""
+    for i, (x, u) in enumerate(batches):
+        f = tangent(x)
+        if u.ndim < 3 or f.shape != (len(u), *u.shape[2:]) or f.dtype != u.dtype:
+            shapes = f"outputs {f.dtype} {tuple(f.shape)} and cotangents {u.dtype} {tuple(u.shape)}"
+            raise InvalidValue(f"batch {i} has {shapes}")
+
+
 class GramSum:
     """G += RᵀR over batches, lower triangle, float64.
 
@@ -115,6 +133,12 @@ class GramSum:
         self.gram = torch.zeros(groups, p, p, dtype=torch.float64, device=tangent.device)
         self.held: list[Tensor] = []  # (n, K, p) rows waiting to be multiplied
         self.outer: Tensor | None = None  # what came from outer products, in the order of the layer (o, i)
+
+    def check(self) -> None:
+        """That what it goes on from are rows, and outer products of the whole."""
+        rows = all(isinstance(r, Tensor) and r.ndim == 3 and r.shape[2] == self.maker.width for r in self.held)
+        if not rows or (self.outer is not None and getattr(self.outer, "shape", None) != self.gram.shape):
+            raise InvalidValue(f"rows must be (n, K, {self.maker.width}), and outer products {tuple(self.gram.shape)}")
 
     def forward(self, x: Any) -> Tensor:
         self.record = self.maker.run(x)
@@ -169,6 +193,11 @@ class DualRows:
     def __init__(self, tangent: TangentModel, paired: bool) -> None:
         self.tangent, self.paired = tangent, paired
         self.batches: list[tuple[Any, Tensor]] = []
+
+    def check(self) -> None:
+        if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in self.batches):
+            raise InvalidValue("batches must be pairs of inputs and cotangents")
+        check_batches(self.tangent, self.batches)
 
     def forward(self, x: Any) -> Tensor:
         return self.tangent(x)

@@ -16,19 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing import registry
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover, explain
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.parts import Part
-from lapwing.curvature.state import State
-from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum, Room
+from lapwing.curvature.parts import Part, check_parts
+from lapwing.curvature.state import Kept, State
+from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum, Room, expected
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Blocks, Dense
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import Kronecker as KroneckerOperator
+from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
+from lapwing.tree import Layout
 
 SMALL = 1024  # parameters of a generic or element-wise part that still gets a dense block
 ROUNDING = 1e3  # units in the last place of a gradient
@@ -40,6 +43,10 @@ class Layered:
     """What the three structures share."""
 
     memory_budget: int = field(default=BUDGET, compare=False)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        registry.enter("structure", cls)
 
     def kind_of(self, part: Part) -> str:
         raise NotImplementedError
@@ -70,6 +77,17 @@ class Layered:
         ops = tuple(part_operator(part, state, weights) for part in state.parts)
         return Blocks(ops, state.cache["index"], state.cache.setdefault("blocks", {}))
 
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        check_parts(parts, layout)
+        for part in parts:
+            if part.kind not in ("unused", self.kind_of(part)):
+                raise InvalidValue(f"its part {part.name} is {part.kind}, and {self} makes it {self.kind_of(part)}")
+        return {f"{part.name}/{key}": one for part in parts for key, one in self.sums(part, weights).items()}, {}
+
+    def sums(self, part: Part, weights: int) -> dict[str, Expected]:
+        """What is summed for a part, by its name."""
+        return expected(part, weights)
+
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         return {n: explain(part, tangent.model) for part in state_parts for n in part.parameters}
 
@@ -99,8 +117,17 @@ class Kronecker(Layered):
     def _long(self, part: Part) -> bool:
         """Whether a Kronecker factor has too long a side; that of one-hot inputs is kept as their counts."""
         _, o, i = part.shape
-        one_hot = part.transposed and not part.site and part.kernel == 1 and self.sharing == "expand"
-        return o > SIDE or (i > SIDE and not one_hot)
+        return o > SIDE or (i > SIDE and not self.one_hot(part))
+
+    def one_hot(self, part: Part) -> bool:
+        """Whether inputs can be rows of the identity, of which counts are kept."""
+        return part.transposed and not part.site and part.kernel == 1 and self.sharing == "expand"
+
+    def sums(self, part: Part, weights: int) -> dict[str, Expected]:
+        found = expected(part, weights)
+        if "A" in found and not self.one_hot(part):
+            found["A"] = replace(found["A"], shapes=found["A"].shapes[:1])
+        return found
 
 
 @dataclass(frozen=True)

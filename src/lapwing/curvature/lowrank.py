@@ -27,16 +27,18 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.memory import physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker
-from lapwing.curvature.state import State
+from lapwing.curvature.state import Kept, State, register
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal, HeldRows, Mixed, RootPlusDiagonal, linalg
+from lapwing.packing import Expected
 from lapwing.solvers.nystrom import from_sketch, mixed_root, span_of
 from lapwing.tangent import TangentModel
 
 COPIES = 6  # of (k, p) in float64 that are held at once, at the most
 
 
+@register
 @dataclass(frozen=True)
 class LowRank:
     rank: int = 100
@@ -129,6 +131,14 @@ class LowRank:
         core = state.sums["sketch"] @ self.tests(state).mT
         return (core + core.mT) / 2
 
+    def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        if parts:
+            raise InvalidValue(f"{self} has no parts, and this has {len(parts)}")
+        sketch = Expected(((weights, min(self.rank, layout.size), layout.size),))
+        trace = Expected(((weights, len(layout.names)),), squares=True)
+        tests = {"tests": replace(sketch, orthonormal=True)} if self.passes > 1 else {}
+        return {"sketch": sketch, "trace": trace}, tests
+
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         return dict.fromkeys(tangent.layout.names, f"rank {self.rank} of the whole network, and the prior")
 
@@ -173,6 +183,10 @@ class SketchSum:
         self.slices = list(tangent.layout.slices().values())
         self.sketch = torch.zeros(tests.shape, dtype=torch.float64, device=tangent.device)
         self.trace = torch.zeros(len(tests), len(self.slices), dtype=torch.float64, device=tangent.device)
+
+    def check(self) -> None:
+        if self.each is not None and (type(self.each) is not int or self.each < 1):
+            raise InvalidValue(f"an example's rows cannot take {self.each!r} bytes")
 
     def forward(self, x: Any) -> Tensor:
         return self.tangent(x)

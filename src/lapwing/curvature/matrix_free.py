@@ -28,7 +28,7 @@ from lapwing.curvature.layered import Diagonal, Kronecker
 from lapwing.curvature.lowrank import COPIES, LowRank
 from lapwing.curvature.parts import Part
 from lapwing.curvature.products import carry, pieces
-from lapwing.curvature.state import State, differing
+from lapwing.curvature.state import Kept, State, differing, register
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood, polarization
@@ -286,6 +286,7 @@ class _Watch:
 # -- the structure -----------------------------------------------------------------------------------------------
 
 
+@register
 @dataclass(frozen=True)
 class Nothing:
     """G ≈ 0: what the prior alone knows."""
@@ -304,6 +305,9 @@ class Nothing:
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         return dict.fromkeys(tangent.layout.names, "nothing")
+
+    def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        return {}, {}
 
 
 class _Outputs:
@@ -324,6 +328,7 @@ RANK, LEAST = 100, 8  # of a Nyström preconditioner: the most, and the least th
 FEW_COLUMNS = 16  # of the exact output factor, up to which a Nyström preconditioner takes it
 
 
+@register
 @dataclass(frozen=True)
 class MatrixFree:
     """samples: draws of the posterior that are kept. solver: "cg", or "sgd" for data too many to stream at each step.
@@ -449,6 +454,11 @@ class MatrixFree:
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         return dict.fromkeys(tangent.layout.names, "exact, by products")
+
+    def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        if self.preconditioner == "auto" or self.seed < 0:
+            raise InvalidValue("matrix_free has chosen its preconditioner and its seed by the end of a fit")
+        return self.near.keeps(layout, parts, weights, factor)
 
 
 def source(

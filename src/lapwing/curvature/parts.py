@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 from lapwing.curvature.rules import DenseInputs, OneHotInputs, rule_for
 from lapwing.curvature.rules.base import with_ones
+from lapwing.errors import InvalidValue
 from lapwing.tree import Layout
+
+KINDS = ("kron", "dense", "diagonal", "unused")
 
 
 @dataclass(frozen=True)
@@ -102,3 +105,19 @@ class Part:
         rule = rule_for(module)
         assert rule is not None
         return lambda g: rule.outputs(module, g, n)
+
+
+def check_parts(parts: tuple[Part, ...], layout: Layout) -> None:
+    """Raise unless the parts have every parameter once, in its size."""
+    names = [name for part in parts for name in part.parameters]
+    if sorted(names) != sorted(layout.names) or len({part.name for part in parts}) < len(parts):
+        raise InvalidValue(f"its parts are of the parameters {names}, not each of {list(layout.names)} once")
+    for part in parts:
+        b, o, i = part.shape
+        inner = i - (part.bias is not None)
+        sizes = {part.weight: b * o * inner, part.bias: b * o}
+        fits = all(layout.numel(name) == sizes[name] for name in part.parameters) and (part.weight or not inner)
+        plain = not part.generic or (part.name, part.bias, b, o) == (part.weight, None, 1, 1)
+        sized = min(part.shape) >= 1 and part.kernel >= 1 and inner % part.kernel == 0
+        if part.kind not in KINDS or not (sized and fits and plain):
+            raise InvalidValue(f"its part {part.name} does not fit its parameters: {part}")

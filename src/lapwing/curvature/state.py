@@ -17,15 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing import registry
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.parts import Part
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import polarization
+from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 
+Kept = tuple[dict[str, Expected], dict[str, Expected]]  # what a structure's sums and basis are like, by their names
 SAME = 1e-4  # how far sums over the same data may be apart, relative
+
+
+def register(cls: type) -> type:
+    """A structure that files can name: a class decorator, above @dataclass. `Layered`'s subclasses need none."""
+    registry.enter("structure", cls)
+    return cls
 
 
 @dataclass(frozen=True, eq=False)

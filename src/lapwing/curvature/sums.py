@@ -19,11 +19,25 @@ from torch import Tensor
 
 from lapwing.curvature.gram import mirrored
 from lapwing.curvature.parts import Part
+from lapwing.errors import InvalidValue
+from lapwing.packing import Expected
 
 
 def by_weight(g: Tensor, weights: int) -> list[Tensor]:
     """Cotangents cut by the curvature weight they belong to (the columns of the exact factor in turn)."""
     return [g] if weights == 1 else [g[h::weights] for h in range(weights)]
+
+
+def expected(part: Part, weights: int) -> dict[str, Expected]:
+    """What is summed for a part, by its name."""
+    b, o, i = part.shape
+    if part.kind == "kron":
+        outer = Expected(((weights, b, o, o),), squares=True, gram=True)
+        inner = Expected(((b, i, i), (b, i)), squares=True, gram=True)  # (b, i) of one-hot inputs
+        return {"A": inner, "B": outer, "count": Expected(((),), squares=True)}
+    if part.kind == "dense":
+        return {"gram": Expected(((weights, part.size, part.size),), squares=True, gram=True)}
+    return {"diagonal": Expected(((weights, part.size),), squares=True)} if part.kind == "diagonal" else {}
 
 
 class Room:
@@ -48,6 +62,11 @@ class KroneckerSum:
         self.a: Tensor | None = None  # (b, i, i), or its diagonal (b, i)
         self.b = torch.zeros(weights, b, o, o, dtype=dtype, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
+
+    def check(self) -> None:
+        b, _, i = self.shape
+        if self.a is not None and (not isinstance(self.a, Tensor) or self.a.shape not in ((b, i, i), (b, i))):
+            raise InvalidValue(f"A must be {(b, i, i)} or {(b, i)}, got {self.a!r:.99}")
 
     def see(self, view: Any, n: int) -> None:
         if self.a is None:

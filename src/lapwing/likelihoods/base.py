@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lapwing import registry
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.solvers.noise import Placed
 
@@ -38,6 +39,10 @@ class Likelihood:
     normal: ClassVar[bool] = False  # y given f is Gaussian, N(mean(f), noise_covariance(f))
     elementwise: ClassVar[bool] = False  # y_j depends on f_j alone: its predictions are integrals over one dimension
     counts: ClassVar[bool] = False  # y are integers from 0 on, and so are their quantiles
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        registry.enter("likelihood", cls)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -217,6 +222,20 @@ class Likelihood:
         """Sums over the batch, in float64, from which the log-likelihood follows for every hyperparameter."""
         self._fixed("statistics")
         return {"log_lik": self.log_prob(f.double(), y.double() if y.is_floating_point() else y).sum()}
+
+    def shapes(self, statistics: dict[str, Tensor]) -> dict[str, tuple[int, ...]] | None:
+        """Of the sums that `statistics` gives, as far as these tell the number of outputs; None where a class with a
+        `statistics` of its own does not say."""
+        return {"log_lik": ()} if type(self).statistics is Likelihood.statistics else None
+
+    def check_shapes(self, statistics: dict[str, Tensor]) -> None:
+        """Raise on sums that `statistics` does not give."""
+        wanted = self.shapes(statistics)
+        found = {key: tuple(value.shape) for key, value in statistics.items()}
+        if wanted is not None and found != wanted:
+            raise InvalidValue(f"the statistics of {self.kind} have the shapes {wanted}, got {found}")
+        if any(value.dtype != torch.float64 for value in statistics.values()):
+            raise InvalidValue(f"the statistics of {self.kind} are float64")
 
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
         """Σ_n log p(y_n | f_n), differentiable in the hyperparameters."""

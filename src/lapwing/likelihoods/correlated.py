@@ -118,6 +118,10 @@ class CorrelatedGaussian(Likelihood):
             "count": torch.full_like(y[0], len(y)),
         }
 
+    def shapes(self, statistics: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        c = len(self.covariance)
+        return {"outer": (c, c), "sum": (c,), "square": (c,), "count": (c,)}
+
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
         R, n = self.covariance, statistics["count"][0]
         square = (torch.linalg.inv(R) * statistics["outer"]).sum()

@@ -87,6 +87,10 @@ class Gaussian(Likelihood):
             "count": torch.full_like(y[0], len(y)),
         }
 
+    def shapes(self, statistics: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        c = self.sigma.numel() if self.per_output else statistics["sse"].numel() if "sse" in statistics else 1
+        return dict.fromkeys(("sse", "sum", "square", "count"), (c,))
+
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
         count, variance = statistics["count"], self.sigma.square()
         return -0.5 * (statistics["sse"] / variance + count * torch.log(2 * math.pi * variance)).sum()

@@ -130,6 +130,10 @@ class Reweighted(Likelihood):
         sums = {key: torch.einsum("n,n...->...", w, torch.where(_like(w > 0, v), v, 0.0)) for key, v in each.items()}
         return {**sums, "weight": w.sum()}
 
+    def shapes(self, statistics: dict[str, Tensor]) -> dict[str, tuple[int, ...]] | None:
+        base = self.base.shapes(statistics)
+        return None if base is None else {**base, "weight": ()}
+
     def check(self, statistics: dict[str, Tensor]) -> None:
         if not float(statistics.get("weight", 0.0)) > 0:
             raise InvalidValue(

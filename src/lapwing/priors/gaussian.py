@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lapwing import tree
+from lapwing import registry, tree
 from lapwing.errors import InvalidValue
 from lapwing.operators import Diagonal
 from lapwing.tree import Layout, layer_of
@@ -28,6 +28,7 @@ GRANULARITIES = ("all", "layer", "unit", "weight")
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
+    bound: ClassVar[tuple[str, ...]] = ("names", "index", "layout", "cache")  # by a network; not in files
     precision: Any = 1.0  # λ: a float, a tensor (), (g,), or a mapping {glob: float}
     per: Any = "all"
     mean: Any = 0.0  # m: a float, or {parameter: tensor}
@@ -35,6 +36,10 @@ class Gaussian:
     index: Tensor | None = None  # (p,) group of each weight, once bound; None: one group, or one each
     layout: Layout | None = None
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)  # of the groups: shared by every precision
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        registry.enter("prior", cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.precision, Mapping):
@@ -45,6 +50,8 @@ class Gaussian:
             object.__setattr__(self, "precision", torch.stack(values))
         elif isinstance(self.per, str) and self.per not in GRANULARITIES:
             raise InvalidValue(f"per must be one of {GRANULARITIES}, got {self.per!r}")
+        elif not isinstance(self.per, str) and not all(isinstance(one, str) for one in self.per):
+            raise InvalidValue(f"per must be one of {GRANULARITIES}, or globs over parameters; got {self.per!r}")
         value = torch.as_tensor(self.precision, dtype=torch.float64)  # 0.1 is not float32's 0.10000000149
         if not bool((torch.isfinite(value) & (value > 0)).all()):
             raise InvalidValue(f"prior precision must be positive and finite, got {_short(value)}")
@@ -90,8 +97,10 @@ class Gaussian:
                     raise InvalidValue(f"the prior mean of {name} has shape {shapes}; give one value for each weight")
         else:
             mean = torch.as_tensor(self.mean)
-            if mean.ndim:
-                raise InvalidValue(f"a prior mean is a float or {{parameter: tensor}}, got shape {tuple(mean.shape)}")
+            if mean.ndim or mean.dtype == torch.bool:
+                raise InvalidValue(
+                    f"a prior mean is a float or {{parameter: tensor}}, got {mean.dtype} {tuple(mean.shape)}"
+                )
         if not bool(torch.isfinite(mean).all()):
             raise InvalidValue("the prior mean holds NaN or infinite values; give finite ones")
 
@@ -130,6 +139,9 @@ class Gaussian:
         a = self.operator()
         quadratic = (self.precision.reshape(-1) * self.scatter(self._bound().flatten(params))).sum()
         return 0.5 * (a.logdet() - a.size * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64)) - quadratic)
+
+
+registry.enter("prior", Gaussian)
 
 
 def _group(per: Any, layout: Layout) -> tuple[tuple[str, ...], Tensor | None]:

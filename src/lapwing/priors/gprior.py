@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ ROUNDING = 8.0  # epsilons of the largest column that count as no column
 class GPrior(Gaussian):
     """`precision` is λ; `per` and `mean` as in Gaussian. Bound to a network by `bind`, to its curvature by `at`."""
 
+    bound: ClassVar[tuple[str, ...]] = (*Gaussian.bound, "unit", "dropped", "held")
     floor: float = 0.0
     unit: Tensor | None = None  # h (p,), once at a curvature; huge where dropped
     dropped: Tensor | None = None  # (p,) of bool

@@ -119,7 +119,12 @@ def _symmetric(core: Tensor) -> Tensor:
 
 def _cholesky(core: Tensor, shift: float) -> Tensor:
     eye = torch.eye(len(core), dtype=core.dtype, device=core.device)
-    return torch.linalg.cholesky(_symmetric(core) + shift * eye)
+    factor, failed = torch.linalg.cholesky_ex(_symmetric(core) + shift * eye)
+    if bool(failed):
+        raise NotPositiveDefinite(
+            f"the core ΩGΩᵀ of a sketch is not positive definite to rounding ({shift:.3g}); use a smaller rank"
+        )
+    return factor
 
 
 # -- of a sum with weights ----------------------------------------------------------------------------------------
