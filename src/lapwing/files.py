@@ -1,13 +1,9 @@
 """Files: one safetensors file, tensors plus a JSON header, and a digest of all of it. No pickle anywhere.
 
-    8 bytes                                    the length of the JSON
-    {"__metadata__": {"digest": d, kind: header}, name: {dtype, shape, data_offsets}, ...}
-    bytes of the tensors
-
-d is BLAKE2b over every byte of the file but its own 64 characters, whose place is fixed. A file is written under
-another name and renamed, so that it is whole or not there. It is read once, through one open file, so that it is one
-file though another takes its place meanwhile. Its kind is a key of the metadata: "lapwing" for what `la.save` wrote,
-"lapwing.checkpoint" for a fit that is not done.
+The metadata have one entry, {kind: digest + header}. The kind is "lapwing" for what `la.save` wrote, and
+"lapwing.checkpoint" for a fit that is not done; the digest is BLAKE2b over every byte of the file but its own 64
+characters. A file is written under another name and renamed, so that it is whole or not there. Its bytes are read once,
+so that they are one file's, though another takes its place meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import uuid
@@ -24,24 +19,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from lapwing import locks, tree
+from lapwing import locks
 from lapwing.errors import BrokenFile, InvalidValue
 
 SAVED, CHECKPOINT = "lapwing", "lapwing.checkpoint"
 WHAT = {SAVED: "a saved fit: read it with lw.load", CHECKPOINT: "a checkpoint: give it to lw.laplace(checkpoint=...)"}
-DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-    **{"BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-START = b'{"__metadata__":{"digest":"'  # of the JSON; the digest follows
 DIGEST = 64  # characters
-LONGEST = 100_000_000  # bytes of JSON that safetensors takes
-PIECE = 2**24  # bytes that are read at a time
+FAULTS = (
+    SafetensorError,
+    KeyError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    OverflowError,
+)  # what its reader raises
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
@@ -60,13 +56,12 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any], kind: str = SAVED) -> None:
     """Write atomically: to a temporary file beside the target, then rename. What killed writers left goes."""
     target = check_target(path)
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # each is aligned
-    described = _described(ordered, header, kind)
+    content = _sealed(tensors, header, kind)
     try:
         remove_unfinished(target)
         with _beside(target) as name:
             with open(name, "wb") as file:
-                _put(file, ordered, described)
+                _put(file, content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(name, target)
@@ -75,6 +70,38 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
         raise InvalidValue(
             f"cannot save to {target} ({error}); make room or check who may write there, or give another path"
         ) from error
+
+
+def _put(file: IO[bytes], content: bytearray) -> None:
+    file.write(content)
+
+
+def _sealed(tensors: dict[str, Tensor], header: dict[str, Any], kind: str) -> bytearray:
+    """The bytes of a file, with its digest."""
+    for name, t in tensors.items():
+        if t.layout is not torch.strided:
+            raise InvalidValue(f"{name} is in layout {t.layout}, which safetensors files cannot hold")
+    plain = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    try:
+        content = bytearray(safetensors.torch.save(plain, {kind: "0" * DIGEST + json.dumps(header)}))
+    except FAULTS as error:
+        raise InvalidValue(f"safetensors cannot hold these tensors ({error}); save in another dtype") from error
+    place = _place(content, kind)
+    content[place : place + DIGEST] = _digest(content, place)
+    return content
+
+
+def _place(content: bytes | bytearray, kind: str) -> int:
+    """Where the digest is, or −1: the first characters of the metadata."""
+    start = b'{"__metadata__":{"' + kind.encode() + b'":"'
+    return 8 + len(start) if content[8 : 8 + len(start)] == start else -1
+
+
+def _digest(content: bytes | bytearray, place: int) -> bytes:
+    digest, view = hashlib.blake2b(digest_size=DIGEST // 2), memoryview(content)
+    digest.update(view[:place])
+    digest.update(view[place + DIGEST :])
+    return digest.hexdigest().encode()
 
 
 @contextlib.contextmanager
@@ -106,36 +133,6 @@ def remove_unfinished(target: Path) -> None:
                 name.unlink()
 
 
-def _described(tensors: dict[str, Tensor], header: dict[str, Any], kind: str) -> bytes:
-    """The JSON, with zeros for the digest."""
-    described: dict[str, Any] = {"__metadata__": {"digest": "0" * DIGEST, kind: json.dumps(header)}}
-    start = 0
-    for name, t in tensors.items():
-        if t.dtype not in CODES or t.layout is not torch.strided:
-            raise InvalidValue(f"{name} is {t.dtype} in layout {t.layout}, which safetensors files cannot hold")
-        end = start + t.numel() * t.element_size()
-        described[name] = {"dtype": CODES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(described, separators=(",", ":")).encode()
-    assert text.startswith(START)
-    return text + b" " * (-len(text) % 8)
-
-
-def _put(file: IO[bytes], tensors: dict[str, Tensor], described: bytes) -> None:
-    digest = hashlib.blake2b(digest_size=DIGEST // 2)
-    length, place = len(described).to_bytes(8, "little"), len(START)
-    for part in (length, described[:place], described[place + DIGEST :]):
-        digest.update(part)
-    file.write(length + described)
-    for t in tensors.values():
-        if t.numel():
-            numbers = tree.raw(t).numpy().data
-            digest.update(numbers)
-            file.write(numbers)
-    file.seek(len(length) + place)
-    file.write(digest.hexdigest().encode())
-
-
 def _sync_folder(folder: Path) -> None:
     """The new name, too, outlives a loss of power."""
     if os.name != "posix":
@@ -161,9 +158,10 @@ def read(
         raise InvalidValue(f"there is no file {path}")
     try:
         with open(path, "rb") as file:
-            tensors, text = _content(file, path, kind, again)
+            content = file.read()
     except OSError as error:
         raise InvalidValue(f"cannot read {path} ({error}); check that it may be read") from error
+    tensors, text = _checked(content, path, kind, again)
     header = _json(text, f"{path} has a header that cannot be read", again)
     found = header.get("schema")
     if type(found) is not int or found != schema:
@@ -171,32 +169,27 @@ def read(
     return tensors, header
 
 
-def _content(file: IO[bytes], path: Any, kind: str, again: str) -> tuple[dict[str, Tensor], str]:
+def _checked(content: bytes, path: Any, kind: str, again: str) -> tuple[dict[str, Tensor], str]:
     """The tensors and the text of the header, once the digest is found right."""
-    whole = f"{path} is not a whole safetensors file"
-    size, head = os.fstat(file.fileno()).st_size, file.read(8)
-    length = int.from_bytes(head, "little")
-    if len(head) < 8 or length > min(size - 8, LONGEST):
-        raise BrokenFile(f"{whole} (of {size} bytes, its header would take {length}); {again}")
-    described = file.read(length)
-    entries = _json(described, whole, again)
-    metadata = entries.pop("__metadata__", {})
+    whole, length = f"{path} is not a whole safetensors file", int.from_bytes(content[:8], "little")
+    if length > len(content) - 8:
+        raise BrokenFile(f"{whole} (of {len(content)} bytes, its header would take {length}); {again}")
+    metadata = _json(content[8 : 8 + length], whole, again).get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise BrokenFile(f"{whole} (its metadata are not strings); {again}")
     if kind not in metadata:
         other = next((WHAT[key] for key in WHAT if key in metadata), "")
         raise InvalidValue(f"{path} is {other or 'a safetensors file, but not one that Lapwing saved'}")
-    if not described.startswith(START):
+    digest, place = metadata[kind][:DIGEST], _place(content, kind)
+    if place < 0 or not re.fullmatch(f"[0-9a-f]{{{DIGEST}}}", digest):
         raise InvalidValue(f"{path} has no digest, as files of older versions of Lapwing; {again}")
-    empty = _allocated(entries, size - 8 - length, whole, again)
-    digest, place = hashlib.blake2b(digest_size=DIGEST // 2), len(START)
-    for part in (head, described[:place], described[place + DIGEST :]):
-        digest.update(part)
-    for t in empty.values():
-        _fill(file, t, digest, whole, again)
-    if file.read(1) or digest.hexdigest().encode() != described[place : place + DIGEST]:
+    try:
+        tensors = safetensors.torch.load(content)
+    except FAULTS as error:
+        raise BrokenFile(f"{whole} ({error}); {again}") from error
+    if _digest(content, place).decode() != digest:
         raise BrokenFile(f"{path} was changed after it was saved: its bytes do not match its digest; {again}")
-    return empty, metadata[kind]
+    return tensors, metadata[kind][DIGEST:]
 
 
 def _json(text: bytes | str, what: str, again: str) -> dict[str, Any]:
@@ -215,46 +208,3 @@ def _json(text: bytes | str, what: str, again: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BrokenFile(f"{what} (its JSON is no object); {again}")
     return found
-
-
-def _allocated(entries: dict[str, Any], size: int, whole: str, again: str) -> dict[str, Tensor]:
-    """Memory for the tensors, in the order of their bytes, which must fill the file without gaps."""
-    for name, entry in entries.items():
-        if not _is_entry(entry):
-            raise BrokenFile(f"{whole} (what it says of {name!r} cannot be read); {again}")
-    out, start = {}, 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        if begin != start or end - begin != math.prod(shape) * dtype.itemsize or end > size:
-            raise BrokenFile(f"{whole} (the {size} bytes of its tensors do not fit {name!r}); {again}")
-        try:
-            out[name] = torch.empty(shape, dtype=dtype)
-        except (RuntimeError, TypeError, OverflowError) as error:
-            raise BrokenFile(f"{whole} ({name!r} has the shape {shape}); {again}") from error
-        start = end
-    if start != size:
-        raise BrokenFile(f"{whole} ({size - start} bytes belong to no tensor); {again}")
-    return out
-
-
-def _is_entry(entry: Any) -> bool:
-    """{dtype, shape, data_offsets}, of numbers that are not negative."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        return False
-    lists = [entry["shape"], entry["data_offsets"]]
-    if not isinstance(entry["dtype"], str) or not all(isinstance(one, list) for one in lists):
-        return False
-    numbers = all(type(n) is int and 0 <= n < 2**63 for one in lists for n in one)
-    return numbers and entry["dtype"] in DTYPES and len(lists[1]) == 2
-
-
-def _fill(file: IO[bytes], t: Tensor, digest: Any, whole: str, again: str) -> None:
-    """Read a tensor's bytes into it."""
-    if not t.numel():
-        return
-    view = t.view(-1).view(torch.uint8).numpy().data
-    for start in range(0, len(view), PIECE):
-        piece = view[start : start + PIECE]
-        if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-            raise BrokenFile(f"{whole} (it ended while it was read); {again}")
-        digest.update(piece)

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -200,7 +201,10 @@ RAW = [flip, flip, flip, cut, lengthen, zero, move, remove, length]
 
 def sealed(described: bytes, body: bytes) -> bytes:
     """A file of this JSON with the digest that it should have: of all its bytes but those of the digest."""
-    start, size = described.index(b'"digest":"') + 10, len(described).to_bytes(8, "little")
+    size, found = len(described).to_bytes(8, "little"), re.match(rb'{"__metadata__":{"[a-z.]+":"', described)
+    if found is None:
+        return size + described + body
+    start = found.end()
     kept = size + described[:start] + described[start + 64 :] + body
     digest = hashlib.blake2b(kept, digest_size=32).hexdigest().encode()
     return size + described[:start] + digest + described[start + 64 :] + body
