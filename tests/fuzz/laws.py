@@ -106,16 +106,15 @@ def hold(case: Case) -> list[LapwingError]:
     before, tolerance = snapshot(case.model), TOLERANCE[case.dtype]
     refused: list[LapwingError] = []
     try:
+        la = case.fit()
+        P = precision_of(la)
+    except LapwingError as error:
+        untouched(case.model, before)
+        return [error]
+    for law in (fitted, *random.Random(case.seed).sample(OTHER_WAYS, WAYS)):
         try:
-            la = case.fit()
-            P = precision_of(la)
+            law(case, la, P, tolerance)
         except LapwingError as error:
-            return [error]
-        for law in (fitted, *random.Random(case.seed).sample(OTHER_WAYS, WAYS)):
-            try:
-                law(case, la, P, tolerance)
-            except LapwingError as error:
-                refused.append(error)
-    finally:
+            refused.append(error)
         untouched(case.model, before)
     return refused

@@ -83,6 +83,8 @@ def tuned_at_the_tangent(case: Case, la: Any, P: Tensor, tolerance: float) -> No
     """After tuning at the tangent center v* is the mode under the prior that was found."""
     if not case.observation.concave or la.likelihood.hyperparameters or case.a is None:
         return
+    if la.streams and la.prior.precision.numel() > 4:  # a hundred steps of solves: a minute, and nothing to compare
+        return
     best = la.tuned()
     if la.streams or best.tuning.at_bound:  # a precision of 1e-27 leaves no digits to compare
         return
