@@ -301,7 +301,7 @@ class Laplace:
         """That of `tuning`, or found now where the data are at hand and in this process; held-out data said it all."""
         if self.tuning is not None and (self.tuning.train_nll or self.tuning.method == "validation"):
             return self.tuning.train_nll
-        if self.data is None or not ranks_of(self.data).alone:
+        if self.data is None or ranks_of(self.data).group is not None:  # which may be gone by now
             return ()
         return training_nll(self.tangent, self._spread, self.likelihood, self.data, self.memory_budget)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lapwing import data as loading
 from lapwing import fixed, tree
-from lapwing.curvature.applied import check_applied
+from lapwing.curvature.applied import check_applied, looks_applied
 from lapwing.curvature.checkpoint import Checkpoint, Journal, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.overflow import check_sums
@@ -32,7 +32,7 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
-FEW, SOME = 4, 32  # examples that a probe keeps, and looks at
+FEW, SOME = 4, 32  # examples that a probe keeps, and looks at where it has a suspicion
 BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 
 
@@ -82,13 +82,12 @@ def probe(tangent: TangentModel, batches: Iterable[Any], likelihood: Likelihood 
     """Look at the first batch, and count the examples (by a pass, where the data cannot tell). Data whose examples
     change when they are read again are refused, and outputs to which the likelihood's link was applied already."""
     ranks, first = loading.ranks_of(batches), loading.first_inputs(batches, tangent.device)
+    some = first
     if tangent.separable(first):
-        first = tree.rows_of(first, slice(0, SOME))
+        first, some = (tree.rows_of(first, slice(0, n)) for n in (FEW, SOME))
     f = tangent(first)
-    if likelihood is not None:
-        check_applied(tangent, likelihood, flat_outputs(f), first)
-    if tangent.separable(first):
-        first = tree.rows_of(first, slice(0, FEW))
+    if likelihood is not None and looks_applied(likelihood, flat_outputs(f)):
+        check_applied(tangent, likelihood, flat_outputs(tangent(some)), some)
     with ranks.told("counting the examples"):
         fixed.check_examples(batches)
         n, sums = loading.examples(batches), torch.full((5,), torch.nan, dtype=torch.float64)

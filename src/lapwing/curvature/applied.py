@@ -37,19 +37,26 @@ MOVES = (
 
 def applied(tangent: TangentModel, likelihood: Likelihood, f: Tensor, x: Any) -> tuple[bool, str]:
     """Whether outputs f (m, c) of inputs x are probabilities already, for sure, and in words; "" where they are not."""
-    if likelihood.response == "softmax" and f.shape[-1] > 1 and _sums_to_one(f):
+    if not looks_applied(likelihood, f):
+        return False, ""
+    if likelihood.response == "softmax":
         sure = len(f) >= ROWS or ends_with(tangent, x, "Softmax")
         return sure, "" if not sure else (
             "the outputs are probabilities already (each row sums to 1) and would pass a softmax twice; take the "
             "softmax out of the network, or give logits by forward=lambda model, x: model(x).log()"
         )
-    if likelihood.response == "sigmoid" and bool(((f >= 0) & (f <= 1)).all()):
-        sure = ends_with(tangent, x, "Sigmoid")
-        return sure, "" if not sure and f.numel() < VALUES else (
-            f"all {f.numel()} outputs lie in [0, 1], as if a sigmoid were applied already; {likelihood.name} wants "
-            "logits: take it out of the network, or use forward=lambda model, x: torch.logit(model(x))"
-        )
-    return False, ""
+    sure = ends_with(tangent, x, "Sigmoid")
+    return sure, "" if not sure and f.numel() < VALUES else (
+        f"all {f.numel()} outputs lie in [0, 1], as if a sigmoid were applied already; {likelihood.name} wants "
+        "logits: take it out of the network, or use forward=lambda model, x: torch.logit(model(x))"
+    )
+
+
+def looks_applied(likelihood: Likelihood, f: Tensor) -> bool:
+    """Whether outputs f (m, c) could be probabilities, by their values."""
+    if likelihood.response == "softmax":
+        return f.shape[-1] > 1 and _sums_to_one(f)
+    return likelihood.response == "sigmoid" and bool(((f >= 0) & (f <= 1)).all())
 
 
 def check_applied(tangent: TangentModel, likelihood: Likelihood, f: Tensor, x: Any) -> None:
