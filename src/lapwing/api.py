@@ -36,6 +36,7 @@ from lapwing.data import Joined, dropped, inputs_of, ranks_of
 from lapwing.errors import BrokenFile, InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
 from lapwing.operators import Samples, Streamed, linalg
+from lapwing.packing import sound
 from lapwing.posterior import Gaussian, condition, placed
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
 from lapwing.predictive.own_data import training_nll, unfit, warn_unfit
@@ -571,7 +572,7 @@ def laplace(
             f"the data gave {expected} examples in one pass and {state.n} in another; curvature and "
             "evidence are sums over data: give a loader that holds the same examples in every pass"
         )
-    return replace(_assemble(state, bound, likelihood, budget), data=batches)
+    return replace(_assemble(state, placed(bound, state), likelihood, budget), data=batches)
 
 
 def from_state(state: State, model: nn.Module, prior: Any, likelihood: Any) -> Laplace:
@@ -583,7 +584,7 @@ def from_state(state: State, model: nn.Module, prior: Any, likelihood: Any) -> L
     device = fresh.device
     return _assemble(
         replace(state, tangent=fresh),
-        as_prior(prior, fresh.layout, device),
+        placed(as_prior(prior, fresh.layout, device), state),
         as_likelihood(likelihood).to(device),
         BUDGET,
     )
@@ -611,8 +612,11 @@ def _loaded(saved: io.Saved, model: nn.Module, forward: Any, path: Any) -> Lapla
     tangent = linearize(model, _selected(model, shapes, saved.layout.masks, path), forward=forward)
     io.check_weights(tangent, saved.state["fingerprints"], shapes, path)
     device = tangent.device
-    prior = saved.prior.bind(tangent.layout, device)
-    la = _assemble(saved.attached(tangent), prior, saved.likelihood.to(device), saved.memory_budget)
+    state, prior = saved.attached(tangent), saved.prior.bind(tangent.layout, device)
+    if hasattr(prior, "put_back"):  # it has seen the curvature, which may be known by passes over the data alone
+        with sound("its prior"):
+            prior = prior.put_back(tangent.theta)
+    la = _assemble(state, prior, saved.likelihood.to(device), saved.memory_budget)
     at, temperature = saved.center_at(device), saved.temperature
     la = replace(la, center=saved.center, tuning=saved.tuning, at=at, temperature=temperature)
     if la.streams:
@@ -624,7 +628,7 @@ def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Like
     likelihood = _served(check_sums(state), likelihood)
     treated = state.layout.shapes.keys() | state.coverage.keys()
     frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in treated)
-    return Laplace(state, placed(prior, state), likelihood, memory_budget=budget, frozen=frozen)
+    return Laplace(state, prior, likelihood, memory_budget=budget, frozen=frozen)
 
 
 def _sourced(state: State, likelihood: likelihoods.Likelihood, data: Any) -> State:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from cases import loader
@@ -106,3 +108,35 @@ def test_instance_norm_behind_a_transpose() -> None:
 class Turn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mT
+
+
+class Scaled(nn.Module):
+    """A parameter without dimensions beside a layer that forward mode does not take (an embedding bag)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.scale, self.head = nn.EmbeddingBag(5, 3), nn.Parameter(torch.tensor(0.7)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.scale * torch.tanh(self.bag(x)))
+
+
+@pytest.mark.filterwarnings("ignore::lapwing.errors.LapwingWarning")  # rows are made one by one
+@pytest.mark.parametrize("prior", [2.0, "gprior"])
+def test_one_vector_that_takes_a_second_route_counts_once(prior: object, tmp_path: Path) -> None:
+    """Products of matrix_free with one vector, by a route that fails first, ended in a wrong shape; a parameter without
+    dimensions ended in an IndexError; and under a g-prior the file could not be loaded."""
+    torch.manual_seed(0)
+    net = Scaled().double()
+    x, y = torch.randint(5, (6, 4)), torch.randn(6, 2).double()
+    structure = lw.curvature.MatrixFree(samples=4, preconditioner="none", tolerance=1e-10)
+    la = lw.laplace(net, (x, y), "gaussian", structure=structure, prior=prior)
+    _, J = jacobian(net, x)
+    flat = J.reshape(12, -1)
+    v = torch.randn(1, flat.shape[1]).double()
+    precision = la.posterior.precision
+    want = v @ (flat.mT @ flat) + v * la.prior.operator().dense()
+    assert_close(lw.operators.linalg.mv(precision, v), want, rtol=1e-8, atol=1e-8)
+    la.save(tmp_path / "la")
+    back = lw.load(tmp_path / "la", net)
+    assert_close(back.predict(x).f_var, la.predict(x).f_var, rtol=1e-12, atol=1e-12)

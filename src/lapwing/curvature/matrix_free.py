@@ -115,16 +115,20 @@ class DataRoot:
 
     def _add(self, x: Any, y: Tensor, v: Tensor, weights: Tensor, sums: Tensor, watch: _Watch | None) -> None:
         found: list[Tensor] = []
+        outputs: list[Tensor] = []
         total, squares = sums[:, : self.size], sums[:, self.size :]
 
         def middle(f: Tensor, jv: Tensor) -> Tensor:
-            if watch is not None and not found:
-                watch.see(f, y)
+            if len(v) == 1:  # one vector may be pushed by a second route, where the first was not right
+                found.clear()
             u, square = self._weighted(f, self.likelihood.rows(y, len(f)), jv, weights)
             found.append(square)
+            outputs.append(f)
             return u
 
         carry(self.tangent, x, v, middle, total)
+        if watch is not None:
+            watch.see(outputs[0], y)
         squares += torch.cat(found)
         if not bool(torch.isfinite(total.sum())):
             names, largest = overflow.not_finite(self.tangent, x), float(v.abs().max())

@@ -37,7 +37,7 @@ ROUNDING = 8.0  # epsilons of the largest column that count as no column
 class GPrior(Gaussian):
     """`precision` is λ; `per` and `mean` as in Gaussian. Bound to a network by `bind`, to its curvature by `at`."""
 
-    bound: ClassVar[tuple[str, ...]] = (*Gaussian.bound, "unit", "dropped", "held")
+    bound: ClassVar[tuple[str, ...]] = (*Gaussian.bound, "held")
     floor: float = 0.0
     unit: Tensor | None = None  # h (p,), once at a curvature; huge where dropped
     dropped: Tensor | None = None  # (p,) of bool
@@ -52,6 +52,16 @@ class GPrior(Gaussian):
         """This prior with the second moments of a curvature (an operator, at unit noise) and the trained weights."""
         unit, dropped = second_moments(curvature, self._bound(), self.floor, eps)
         return replace(self, unit=unit, dropped=dropped, held=theta.detach().to(torch.float64), cache={})
+
+    def put_back(self, theta: Tensor) -> GPrior:
+        """As a file has it, at the trained weights: with the second moments that it was saved with."""
+        (unit, dropped), size = self._placed(), (self._bound().size,)
+        if unit.shape != size or dropped.shape != size or dropped.dtype != torch.bool:
+            raise InvalidValue(f"a g-prior over {size[0]} weights has {tuple(unit.shape)} second moments")
+        if unit.dtype != torch.float64 or not bool((torch.isfinite(unit) & (unit > 0)).all()):
+            raise InvalidValue("the second moments of a g-prior must be positive, finite and float64")
+        held, device = theta.detach().to(torch.float64), theta.device
+        return replace(self, unit=unit.to(device), dropped=dropped.to(device), held=held, cache={})
 
     def counts_dropped(self) -> dict[str, int]:
         """How many weights of each parameter are dropped; only parameters with some."""

@@ -131,8 +131,8 @@ def _adjoint(tangent: TangentModel, v: Tensor, found: Tensor, r: Tensor, truth: 
     if found.shape != (len(v), *r.shape):
         return False
     along = tangent.layout.unflatten(v)
-    terms = [(g * along[n].to(g)).double().flatten(1) for n, g in truth.items() if g is not None]
-    pushed = (found * r).double().flatten(1)
+    terms = [(g * along[n].to(g)).double().reshape(len(v), -1) for n, g in truth.items() if g is not None]
+    pushed = (found * r).double().reshape(len(v), -1)
     want = sum((t.sum(1) for t in terms), pushed.new_zeros(len(v)))
     if not bool(torch.isfinite(want).all()):
         return True
