@@ -278,7 +278,7 @@ class Laplace:
         if _mean(mean) == "tangent" and via == "network":
             raise InvalidValue("via='network' has a mean of its own, that of its runs; drop mean='tangent'")
         moved = mean == "tangent" and self.center == "tangent"
-        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), inputs_of(x))
+        inputs = tree.moved(inputs_of(x), self.tangent.device)
         return predict(
             self.tangent,
             self._spread,

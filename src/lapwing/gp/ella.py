@@ -110,7 +110,7 @@ class Ella:
     @torch.no_grad()
     def predict(self, x: Any, link: str = "auto", joint: bool = False) -> Prediction:
         """Predict with error bars; the arguments are those of `Laplace.predict`."""
-        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), loading.inputs_of(x))
+        inputs = tree.moved(loading.inputs_of(x), self.tangent.device)
         loading.check_finite(inputs, "the inputs")
         if any(t.ndim and not len(t) for t in tree.tensors(inputs)):
             raise InvalidValue("the inputs hold no example to predict at; give at least one")

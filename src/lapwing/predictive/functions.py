@@ -33,7 +33,7 @@ class FunctionSamples:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __call__(self, x: Any) -> Tensor:
-        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), inputs_of(x))
+        inputs = tree.moved(inputs_of(x), self.tangent.device)
         check_finite(inputs, "the inputs")
         f, moved = pushed(self.tangent, self.away, inputs)
         return f + moved
