@@ -24,9 +24,16 @@ SAVED, CHECKPOINT = "lapwing", "lapwing.checkpoint"
 WHAT = {SAVED: "a saved fit: read it with lw.load", CHECKPOINT: "a checkpoint: give it to lw.laplace(checkpoint=...)"}
 
 
+def as_path(path: Any) -> Path:
+    """The path that a user gave."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidValue(f"a path must be a string or a pathlib.Path, got {type(path).__name__} {path!r}")
+    return Path(path)
+
+
 def check_target(path: str | os.PathLike[str]) -> Path:
     """The path, if a file can be made there."""
-    target = Path(path)
+    target = as_path(path)
     if not target.parent.is_dir():
         raise InvalidValue(f"cannot save to {target}: the folder {target.parent} does not exist")
     if target.is_dir():
@@ -64,7 +71,7 @@ def read(
     path: str | os.PathLike[str], schema: int, kind: str = SAVED, again: str = "save it again"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a whole file of this kind and schema; of any other, an error that says `again`."""
-    if not Path(path).is_file():
+    if not as_path(path).is_file():
         raise InvalidValue(f"there is no file {path}")
     try:
         with safe_open(str(path), "pt") as file:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
-from lapwing import tree
+from lapwing import given, tree
 from lapwing.curvature.checkpoint import Checkpoint, Journal, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.parts import Part
@@ -128,7 +128,9 @@ def accumulate(
     shared one. checkpoint: a file that is written after every `every` batches (100), taken up where it is there, and
     removed in the end."""
     factor = Factor(factor) if isinstance(factor, str) else factor
-    generator = generator or torch.Generator().manual_seed(0)
+    generator = given.generator(generator)
+    if not hasattr(structure, "resolved") or isinstance(structure, type):
+        raise InvalidValue(f"structure must be an object, such as lw.curvature.Kronecker(); got {structure!r}")
     batches = loading.as_batches(data, sharded=True)
     weights = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
     seen = replace(seen or probe(tangent, batches), weights=weights)

@@ -87,7 +87,7 @@ class _Visit:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.wrapped = self.model is not model
         self.subset, self.forward, self.budget = subset, forward, budget
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.likelihood = likelihood.to(self.device)
         self.limit = budget or free_memory(self.device)
         self.findings: list[Finding] = []

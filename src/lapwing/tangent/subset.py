@@ -117,6 +117,8 @@ def _masks(masks: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> dict[str
             raise InvalidValue(f"subset names {name!r}, which is no parameter; they are {list(named)}")
         if not isinstance(mask, Tensor):
             raise InvalidValue(f"the mask of {name} must be a bool tensor, got {type(mask).__name__}")
+        if mask.is_meta:
+            raise InvalidValue(f"the mask of {name} is on the meta device, which holds no values")
         if mask.dtype != torch.bool or mask.shape != named[name].shape:
             raise InvalidValue(
                 f"the mask of {name} must be bool of shape {tuple(named[name].shape)}, "

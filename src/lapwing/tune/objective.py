@@ -66,6 +66,9 @@ class Objective:
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """The mean negative log-likelihood of a batch of outputs f (n, ..., c), plus the penalty."""
+        if not isinstance(f, Tensor) or not isinstance(y, Tensor):
+            kinds = f"{type(f).__name__} and {type(y).__name__}"
+            raise InvalidValue(f"loss takes a batch of outputs and its targets, both tensors; got {kinds}")
         if f.ndim < 2 or y.ndim < 1 or len(f) != len(y):
             raise InvalidValue(
                 f"loss takes a batch of outputs (n, ..., c) and its targets, got {tuple(f.shape)} and {tuple(y.shape)}"
