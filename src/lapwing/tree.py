@@ -117,8 +117,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def moved(tree: Any, device: torch.device, what: str = "the inputs") -> Any:
     """The same tree with its tensors on a device."""
-    if torch.device(device).type == "meta":
-        raise InvalidValue("the network is on the meta device, which holds no values; load its weights first")
     if any(t.is_meta for t in tensors(tree)):
         raise InvalidValue(f"{what} are on the meta device, which holds no values; load the data first")
     return map_tensors(lambda t: t.to(device), tree)
