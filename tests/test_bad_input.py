@@ -733,3 +733,171 @@ def test_a_whole_workflow_leaves_the_model_as_it_was(structure: str, likelihood:
         la = la.updated((x, y)).tuned(fixed=("noise",) if likelihood == "gaussian" else ())
         _ = la.log_evidence(), la.predict(x).total, la.predict(x, joint=True).covariance, la.draw(2)
         _ = la.predict(x, via="network").mean, repr(la), la.coverage, la.effective_dimension()
+
+
+# -- torch's own errors ------------------------------------------------------------------------------------------
+
+EVERY = [*STRUCTURES, "ekfac", "lowrank", "matrix_free"]
+
+
+def single() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batch(n: int = 6) -> tuple[Tensor, Tensor]:
+    return draw(n, 3).float(), draw(n, 2).float()
+
+
+WRONG_INPUTS: dict[str, tuple[Callable[[], object], str]] = {
+    "features": (lambda: torch.randn(6, 7), r"inputs of \(\d, 7\) float32.*cannot be multiplied"),
+    "doubles": (lambda: draw(6, 3), r"float64.*its weights are float32"),
+    "integers": (lambda: torch.ones(6, 3).long(), r"int64.*its weights are float32"),
+    "complex": (lambda: torch.ones(6, 3, dtype=torch.complex64), "complex64"),
+    "one dimension": (lambda: torch.randn(6), r"inputs of \(\d,\) float32"),
+    "meta": (lambda: torch.randn(6, 3, device="meta"), "meta device, which holds no values"),
+    "two tensors": (lambda: (torch.randn(6, 3), torch.randn(6, 3)), "TypeError.*forward="),
+    "keywords": (lambda: {"a": torch.randn(6, 3)}, "unexpected keyword.*forward="),
+}
+
+
+@pytest.mark.parametrize("structure", EVERY)
+@pytest.mark.parametrize("wrong", WRONG_INPUTS)
+def test_inputs_that_the_network_cannot_take(wrong: str, structure: str) -> None:
+    """In the first batch, in a later one, and in everything that reads data after the fit."""
+    make, says = WRONG_INPUTS[wrong]
+    model, (x, y) = single(), batch()
+    for data in ((make(), y), [(x, y), (make(), y)]):
+        with refused(model, says, lw.errors.LapwingError):
+            lw.laplace(model, data, "gaussian", structure=structure)
+    la = lw.laplace(model, (x, y), lw.likelihoods.Gaussian(0.5), structure=structure)
+    for use in (
+        lambda: la.predict(make()),
+        lambda: la.function_samples(2)(make()),
+        lambda: la.updated((make(), y)),
+        lambda: la.tuned(method="validation", data=(make(), y)),
+    ):
+        with refused(model, says, lw.errors.LapwingError):
+            use()
+
+
+def test_the_cause_is_kept() -> None:
+    model, (_, y) = single(), batch()
+    with pytest.raises(lw.errors.NetworkFailed) as caught:
+        lw.laplace(model, (torch.randn(6, 7), y), "gaussian")
+    assert isinstance(caught.value, RuntimeError)
+    assert type(caught.value.__cause__) is RuntimeError
+    with pytest.raises(lw.errors.NetworkFailed, match="division by zero"):
+        lw.laplace(model, batch(), "gaussian", forward=lambda model, x: 1 / 0)
+    with pytest.raises(lw.errors.NetworkFailed, match=r"matrices|multiplied"):
+        lw.laplace(model, (torch.randn(6, 7), y), "gaussian", subset="last_layer")
+
+
+def test_a_network_without_memory_left_is_torchs_to_tell() -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        lw.laplace(single(), batch(), "gaussian", forward=forward)
+
+
+def test_networks_that_hold_no_values_or_have_no_arithmetic() -> None:
+    data = batch()
+    for use in (
+        lambda net: lw.laplace(net, data, "gaussian"),
+        lambda net: lw.linearize(net),
+        lambda net: lw.OnlineEvidence(net, data, "gaussian"),
+        lambda net: lw.subsets.largest_magnitude(net, 3),
+        lambda net: lw.gp.ella(net, data, "gaussian"),
+    ):
+        with pytest.raises(lw.errors.InvalidValue, match="meta device, which holds no values"):
+            use(single().to("meta"))
+    assert "meta device" in str(lw.doctor(single().to("meta"), data, "gaussian"))
+    with pytest.raises(lw.errors.InvalidValue, match=r"float8_e4m3fn.*cast the network"):
+        lw.laplace(nn.Linear(3, 2).to(torch.float8_e4m3fn), data, "gaussian")
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(lw.errors.InvalidValue, match="not floating point"):
+        lw.laplace(net, data, "gaussian")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_taken_with_its_own_inputs_only(dtype: torch.dtype) -> None:
+    model, (x, y) = single().to(dtype), batch()
+    assert torch.isfinite(lw.laplace(model, (x.to(dtype), y), "gaussian", structure="kron").log_evidence())
+    with refused(model, r"float32.*its weights are b?float16", lw.errors.NetworkFailed):
+        lw.laplace(model, (x, y), "gaussian", structure="kron")
+
+
+def fitted() -> lw.Laplace:
+    return lw.laplace(single(), batch(), lw.likelihoods.Gaussian(0.5), structure="kron")
+
+
+META = torch.ones((), device="meta")
+WRONG_VALUES: dict[str, tuple[Callable[[], object], str]] = {
+    "draws, negative": (lambda: fitted().posterior.draw(-1), "whole number, at least 0; got int -1"),
+    "draws, a word": (lambda: fitted().posterior.draw("a"), "whole number"),
+    "draws, broken": (lambda: fitted().posterior.draw(2.5), "whole number"),
+    "draws of what": (lambda: fitted().posterior.draw(2, "a"), r"generator must be a torch\.Generator"),
+    "samples of y": (lambda: fitted().predict(batch()[0]).sample(-1), "whole number"),
+    "samples of y, seed": (lambda: fitted().predict(batch()[0]).sample(2, 0), r"torch\.Generator"),
+    "samples to predict": (lambda: fitted().predict(batch()[0], samples=-3), "samples.*whole number"),
+    "functions": (lambda: fitted().function_samples("a"), "whole number, at least 1"),
+    "quantile": (lambda: fitted().predict(batch()[0]).quantile("a"), "strictly between 0 and 1"),
+    "interval": (lambda: fitted().predict(batch()[0]).interval(None), "strictly between 0 and 1"),
+    "targets": (lambda: fitted().predict(batch()[0]).log_prob([1, 2]), "targets must be a tensor"),
+    "targets, meta": (lambda: fitted().predict(batch()[0]).log_prob(batch()[1].to("meta")), "meta device"),
+    "fit's targets, meta": (lambda: lw.laplace(single(), (batch()[0], batch()[1].to("meta")), "gaussian"), "meta"),
+    "save": (lambda: fitted().save(None), "a path must be"),
+    "load": (lambda: lw.load(3.5, single()), "a path must be"),
+    "merge": (lambda: lw.merge(None), "list of fits"),
+    "merge numbers": (lambda: lw.merge([1, 2], single()), "a path must be"),
+    "checkpoint": (lambda: lw.laplace(single(), batch(), "gaussian", checkpoint=3.5), "a path must be"),
+    "generator": (lambda: lw.laplace(single(), batch(), "gaussian", generator=0), r"torch\.Generator"),
+    "structure": (lambda: lw.laplace(single(), batch(), "gaussian", structure=lw.curvature.Kronecker), "an object"),
+    "accumulate": (lambda: lw.accumulate("kron", lw.linearize(single()), None, batch()), "an object"),
+    "rank": (lambda: lw.curvature.LowRank(2.5), "whole number"),
+    "rank, a word": (lambda: lw.curvature.LowRank("a"), "whole number"),
+    "samples": (lambda: lw.curvature.MatrixFree(samples="a"), "whole number, at least 4"),
+    "factor": (lambda: lw.curvature.Factor("monte_carlo", 1.5), "whole number, at least 1"),
+    "ella": (lambda: lw.gp.ella(single(), batch(), "gaussian", rank="a"), "whole number"),
+    "noise": (lambda: lw.likelihoods.Gaussian("a"), "real number"),
+    "noise, none": (lambda: lw.likelihoods.Gaussian(None), "real number"),
+    "noise, complex": (lambda: lw.likelihoods.Gaussian(1j), "real number"),
+    "noise, meta": (lambda: lw.likelihoods.Gaussian(META), "meta device"),
+    "covariance": (lambda: lw.likelihoods.CorrelatedGaussian("a"), "real number"),
+    "covariance, meta": (lambda: lw.likelihoods.CorrelatedGaussian(META), "meta device"),
+    "precision": (lambda: lw.priors.Gaussian("a"), "real number"),
+    "precision, none": (lambda: lw.priors.Gaussian(None), "real number"),
+    "precisions": (lambda: lw.priors.Gaussian({"*": "a"}), r"precision of \* must be a real number"),
+    "patterns": (lambda: lw.priors.Gaussian({3: 1.0}), "globs over parameter names"),
+    "per": (lambda: lw.priors.Gaussian(1.0, per=3), "per must be one of"),
+    "precision, meta": (lambda: lw.laplace(single(), batch(), "gaussian", prior=META), "meta device"),
+    "mean": (lambda: lw.laplace(single(), batch(), "gaussian", prior=lw.priors.Gaussian(1.0, mean="a")), "real"),
+    "means": (
+        lambda: lw.laplace(single(), batch(), "gaussian", prior=lw.priors.Gaussian(1.0, mean={"0.weight": 1.0})),
+        "must be a tensor",
+    ),
+    "mask, meta": (
+        lambda: lw.laplace(
+            single(), batch(), "gaussian", subset={"0.weight": torch.ones(4, 3, dtype=torch.bool, device="meta")}
+        ),
+        "meta device",
+    ),
+    "hyperparameters": (lambda: lw.OnlineEvidence(single(), batch(), "gaussian", hyperparameters=3), "list of globs"),
+    "rate": (lambda: lw.OnlineEvidence(single(), batch(), "gaussian", lr="a"), "positive and finite"),
+    "loss": (lambda: lw.OnlineEvidence(single(), batch(), "gaussian").loss(batch()[1], None), "both tensors"),
+    "conformal": (lambda: lw.conformal.calibrate(None, None), "takes a prediction"),
+    "level": (lambda: lw.metrics.interval(fitted().predict(batch()[0]), "a"), "strictly between 0 and 1"),
+    "labels": (
+        lambda: lw.metrics.accuracy(torch.full((4, 2), 0.5), torch.zeros(4, dtype=torch.long, device="meta")),
+        "meta device",
+    ),
+    "random subset": (lambda: lw.subsets.random(single(), 3, generator="a"), r"torch\.Generator"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_VALUES)
+def test_values_of_the_wrong_type(case: str) -> None:
+    use, says = WRONG_VALUES[case]
+    with pytest.raises(lw.errors.InvalidValue, match=says):
+        use()

@@ -328,8 +328,8 @@ def test_float32_networks_lose_no_more_than_rounding(seed: int) -> None:
 @pytest.mark.parametrize(
     ("match", "call"),
     [
-        ("rank and passes of at least 1", lambda *p: LowRank(0)),
-        ("rank and passes of at least 1", lambda *p: LowRank(3, 0)),
+        ("at least 1", lambda *p: LowRank(0)),
+        ("at least 1", lambda *p: LowRank(3, 0)),
         ("without negative eigenvalues", lambda *p: lw.laplace(*p, structure="lowrank", factor="hessian")),
         ("one pass|two passes", lambda *p: lw.laplace(*p, structure="lowrank") and _with_basis(*p)),
     ],

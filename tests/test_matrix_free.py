@@ -706,7 +706,7 @@ def test_a_solver_that_stalls_is_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"samples": 3}, "at least 4 samples"),
+        ({"samples": 3}, "samples of matrix_free must be a whole number, at least 4"),
         ({"solver": "gmres"}, "'cg' or 'sgd'"),
         ({"preconditioner": "ilu"}, "kron"),
         ({"rank": -1}, "rank"),

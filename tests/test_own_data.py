@@ -130,8 +130,7 @@ def test_every_likelihood_of_classes_is_compared(kind: str) -> None:
     la = lw.laplace(net, (x, targets), likelihood)
     mine, theirs = training_nll(la.tangent, la.posterior, la.likelihood, la.data, 2**30)
     f = net(x[:EXAMPLES])
-    plain = likelihood.plain if kind == "smoothed" else likelihood  # of closed links: the label's own probability
-    expected = -plain.log_prob(f, targets[:EXAMPLES]).sum() / EXAMPLES
+    expected = -likelihood.log_prob(f, targets[:EXAMPLES]).sum() / EXAMPLES
     torch.testing.assert_close(torch.tensor(theirs), expected.detach(), check_dtype=False)
     close = la.replace(prior=1e12)
     again = training_nll(close.tangent, close.posterior, close.likelihood, la.data, 2**30)

@@ -49,12 +49,22 @@ def times(g: Tensor):
 def test_a_matrix_of_low_rank_is_met_exactly(seed: int, rank: int, size: int, more: int) -> None:
     g = psd(seed, torch.cat([torch.logspace(2, -2, rank), torch.zeros(size - rank)]))
     found = nystrom(times(g), size, rank + more, seeded(seed))
-    torch.testing.assert_close(found.root.mT @ found.root, g, rtol=1e-8, atol=1e-9)
     k = min(rank + more, size)
+    off = 10 * found.shift * seen_badly(torch.randn(k, size, generator=seeded(seed), dtype=torch.float64), g, rank)
+    assert off < 1e-7
+    torch.testing.assert_close(found.root.mT @ found.root, g, rtol=1e-8, atol=1e-9 + off)
     torch.testing.assert_close(found.vectors @ found.vectors.mT, torch.eye(k, dtype=torch.float64))
     truth = torch.linalg.eigvalsh(g).flip(0)[:k]
-    torch.testing.assert_close(found.values, truth.clamp(min=0), rtol=1e-8, atol=1e-9)
-    assert abs(found.missing.value) < 1e-9
+    torch.testing.assert_close(found.values, truth.clamp(min=0), rtol=1e-8, atol=1e-9 + off)
+    assert abs(found.missing.value) < 1e-9 + size * off
+
+
+def seen_badly(tests: Tensor, g: Tensor, rank: int) -> float:
+    """How much of what is added to G, ν, stays in Ĝ: 1 + ‖(Ω U)⁺ Ω U⊥‖², which is large where as many test vectors as
+    ranks happen to see G's range U at a flat angle. How large ν is depends on the processor's linear algebra."""
+    vectors = torch.linalg.eigh(g)[1].flip(1)
+    inside, outside = tests @ vectors[:, :rank], tests @ vectors[:, rank:]
+    return 1 + float(torch.linalg.matrix_norm(torch.linalg.pinv(inside) @ outside, 2) ** 2 if rank < len(g) else 0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

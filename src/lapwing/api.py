@@ -282,7 +282,7 @@ class Laplace:
             raise InvalidValue("via='network' has a mean of its own, that of its runs; drop mean='tangent'")
         moved = mean == "tangent" and self.center == "tangent"
         warn_unfit(self._training_nll, stacklevel=2)
-        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), inputs_of(x))
+        inputs = tree.moved(inputs_of(x), self.tangent.device)
         return predict(
             self.tangent,
             self._spread,
@@ -579,7 +579,7 @@ def from_state(state: State, model: nn.Module, prior: Any, likelihood: Any) -> L
     """A Laplace object from a state (merged from shards, say) and the network that it was accumulated at."""
     tangent = state.tangent
     shapes = {n: list(s) for n, s in tangent.layout.shapes.items()}
-    fresh = linearize(model, _selected(model, shapes, tangent.layout.masks, "the state"), forward=tangent.forward)
+    fresh = linearize(model, _selected(model, tangent.layout, "the state"), forward=tangent.forward)
     io.check_weights(fresh, state.fingerprints, shapes, "the state")
     device = fresh.device
     return _assemble(
@@ -609,7 +609,7 @@ def _loaded(saved: io.Saved, model: nn.Module, forward: Any, path: Any) -> Lapla
     if saved.forward_hook and forward is None:
         raise InvalidValue(f"{path} was fitted with a forward= hook, which is not saved; pass it to load again")
     shapes = {name: list(shape) for name, shape in saved.layout.shapes.items()}
-    tangent = linearize(model, _selected(model, shapes, saved.layout.masks, path), forward=forward)
+    tangent = linearize(model, _selected(model, saved.layout, path), forward=forward)
     io.check_weights(tangent, saved.state["fingerprints"], shapes, path)
     device = tangent.device
     state, prior = saved.attached(tangent), saved.prior.bind(tangent.layout, device)
@@ -650,18 +650,17 @@ def _served(state: State, likelihood: likelihoods.Likelihood) -> likelihoods.Lik
     return likelihood
 
 
-def _selected(
-    model: nn.Module, shapes: dict[str, list[int]], masks: dict[str, Tensor], where: Any
-) -> dict[str, Tensor]:
+def _selected(model: nn.Module, layout: tree.Layout, where: Any) -> dict[str, Tensor]:
     """What was selected as {name: mask}, once the model is seen to have each parameter in its shape."""
     if not isinstance(model, nn.Module):
         raise InvalidValue(f"model must be a torch.nn.Module, got {type(model).__name__}")
     named = dict(unwrapped(model).named_parameters())
-    for name, shape in shapes.items():
+    for name in (*layout.shapes, *layout.empty):
         if name not in named:
             raise InvalidValue(f"{where} was saved from another architecture: the model has no parameter {name}")
-        if list(named[name].shape) != shape:
-            raise InvalidValue(
-                f"{where}: parameter {name} has shape {tuple(named[name].shape)} here and {tuple(shape)} when saved"
-            )
-    return {name: masks.get(name, torch.ones(shape, dtype=torch.bool)) for name, shape in shapes.items()}
+        here, saved = named[name].shape, layout.shapes.get(name)
+        if here != saved and (saved is not None or here.numel()):
+            then = tuple(saved) if saved is not None else "no elements"
+            raise InvalidValue(f"{where}: parameter {name} has shape {tuple(here)} here and {then} when saved")
+    whole = {name: torch.ones(named[name].shape, dtype=torch.bool) for name in (*layout.shapes, *layout.empty)}
+    return whole | layout.masks

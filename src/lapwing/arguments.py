@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lapwing import curvature, likelihoods, priors, tree
+from lapwing import curvature, given, likelihoods, priors, tree
 from lapwing.curvature import BUDGET, Factor, Probe
 from lapwing.curvature.factor import KINDS
 from lapwing.data import as_batches, first_inputs, ranks_of
@@ -72,7 +72,7 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
         if structure not in STRUCTURES:
             raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
         return STRUCTURES[structure](memory_budget=memory_budget)
-    if not hasattr(structure, "resolved"):
+    if not hasattr(structure, "resolved") or isinstance(structure, type):
         raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
     return structure
 
@@ -155,5 +155,5 @@ def facts(
     out |= {f"prior's {key}": value for key, value in tree.fingerprints(values).items()}
     for what, thing in (("structure", structure), ("factor", factor), ("memory_budget", budget)):
         out[what] = repr(thing) if type(thing).__repr__ is not object.__repr__ else type(thing).__name__
-    out |= tree.fingerprints({} if generator is None else {"generator": generator.get_state()})
+    out |= tree.fingerprints({} if generator is None else {"generator": given.generator(generator).get_state()})
     return out

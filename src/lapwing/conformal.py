@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing import given
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.predictive import Prediction
@@ -74,14 +75,15 @@ def calibrate(prediction: Prediction, y: Tensor, level: float = 0.9, score: str 
 
     score: "normalized" or "quantile" for real targets; "probability" or "cumulative" for classes; "auto": the first.
     """
-    if not 0 < level < 1:
-        raise InvalidValue(f"the level of a conformal set lies strictly between 0 and 1, got {level}")
+    level = given.share(level, "the level of a conformal set")
+    if not isinstance(prediction, Prediction):
+        raise InvalidValue(f"calibrate takes a prediction, la.predict(x), got {type(prediction).__name__}")
     classes = prediction.likelihood.classes
     offered = CLASSES if classes else REAL
     score = offered[0] if score == "auto" else score
     if score not in offered:
         raise InvalidValue(f"score for {prediction.likelihood.name} must be 'auto' or one of {offered}, got {score!r}")
-    y = y.to(prediction.f_mean.device)
+    y = given.targets(y, prediction.f_mean.device)
     prediction.likelihood.validate(flat_outputs(prediction.f_mean), flat_targets(prediction.f_mean, y))
     rank = math.ceil(round((len(y) + 1) * level, 9))  # 10 · 0.9 is 9, whatever its last digits
     if rank > len(y):

@@ -242,7 +242,7 @@ def passes(
         inputs, targets = split(batch)
         if not tree.tensors(targets) or tree.batch_size(targets):  # an empty batch says nothing
             seen = True
-            yield tuple(tree.map_tensors(lambda t: t.to(device), part) for part in (inputs, targets))
+            yield tree.moved(inputs, device), tree.moved(targets, device, "the targets")
     if not seen and ranks_of(batches).alone:
         raise InvalidValue("the data hold no batch; give at least one example")
 
@@ -255,7 +255,7 @@ def first_inputs(batches: Iterable[Any], device: torch.device) -> Any:
     found = ranks.first(mine, "the first batch")
     if found is None:
         raise InvalidValue("the data hold no batch on any rank; give at least one example")
-    return tree.map_tensors(lambda t: t.to(device), found)
+    return tree.moved(found, device)
 
 
 def _length(batches: Iterable[Any]) -> int | None:

@@ -27,6 +27,10 @@ class NotConverged(LapwingError, RuntimeError):
     """An iteration ended without meeting its stopping rule."""
 
 
+class NetworkFailed(LapwingError, RuntimeError):
+    """The user's network raised on a batch; what it raised is the cause, and stands in the message."""
+
+
 class RankFailed(LapwingError, RuntimeError):
     """Another process of the group failed, died or fell out of step."""
 

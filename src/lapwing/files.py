@@ -40,9 +40,16 @@ FAULTS = (
 )  # what its reader raises
 
 
+def as_path(path: Any) -> Path:
+    """The path that a user gave."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidValue(f"a path must be a string or a pathlib.Path, got {type(path).__name__} {path!r}")
+    return Path(path)
+
+
 def check_target(path: str | os.PathLike[str]) -> Path:
     """The path, if a file can be made there."""
-    target = Path(path)
+    target = as_path(path)
     if not target.parent.is_dir():
         raise InvalidValue(f"cannot save to {target}: the folder {target.parent} does not exist")
     if target.is_dir():
@@ -154,7 +161,7 @@ def read(
     path: str | os.PathLike[str], schema: int, kind: str = SAVED, again: str = "save it again"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a whole file of this kind and schema; of any other, an error that says `again`."""
-    if not Path(path).is_file():
+    if not as_path(path).is_file():
         raise InvalidValue(f"there is no file {path}")
     try:
         with open(path, "rb") as file:
@@ -184,12 +191,13 @@ def _checked(content: bytes, path: Any, kind: str, again: str) -> tuple[dict[str
     if place < 0 or not re.fullmatch(f"[0-9a-f]{{{DIGEST}}}", digest):
         raise InvalidValue(f"{path} has no digest, as files of older versions of Lapwing; {again}")
     try:
-        tensors = safetensors.torch.load(content)
+        views = safetensors.torch.load(content)
     except FAULTS as error:
         raise BrokenFile(f"{whole} ({error}); {again}") from error
     if _digest(content, place).decode() != digest:
         raise BrokenFile(f"{path} was changed after it was saved: its bytes do not match its digest; {again}")
-    return tensors, metadata[kind][DIGEST:]
+    # in memory that is aligned as torch's own: kernels round otherwise elsewhere, and a resumed fit must not
+    return {name: view.clone() for name, view in views.items()}, metadata[kind][DIGEST:]
 
 
 def _json(text: bytes | str, what: str, again: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from lapwing import fixed, tree
 from lapwing.center import Center
 from lapwing.curvature import Factor, Full, MatrixFree, Part, State
+from lapwing.curvature.accumulate import covered
 from lapwing.curvature.cover import check_layers
 from lapwing.curvature.full import check_batches
 from lapwing.errors import BrokenFile, InvalidValue
@@ -75,7 +76,7 @@ class Saved:
         with sound("its state at this network"):
             check_layers(state.parts, tangent)
             check_batches(tangent, state.batches)
-            coverage = state.structure.coverage(state.parts, tangent)
+            coverage = covered(state.structure, state.parts, tangent)
         if coverage != state.coverage:
             raise BrokenFile(f"it says of its parameters {state.coverage}, and they are {coverage}")
         return state
@@ -117,6 +118,7 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "paired": state.paired,
         "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
         "masks": list(state.layout.masks),
+        "empty": list(state.layout.empty),
         "n": state.n,
         "targets": state.targets,
         "lost": state.lost,
@@ -223,7 +225,10 @@ def _layout(entries: Entries, held: Tensors) -> Layout:
             raise BrokenFile(f"its mask of {name} selects all or nothing")
     if not shapes:
         raise BrokenFile("it has no parameters")
-    return Layout({name: torch.Size(shape) for name, shape in shapes.items()}, masks)
+    empty = entries.take("empty", "list")
+    if not all(type(name) is str and name not in shapes for name in empty) or len(set(empty)) < len(empty):
+        raise BrokenFile(f"it has parameters without elements {empty}, among others {list(shapes)}")
+    return Layout({name: torch.Size(shape) for name, shape in shapes.items()}, masks, tuple(empty))
 
 
 def _state(entries: Entries, held: Tensors, layout: Layout, likelihood: Likelihood) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def merge(
     model: the network, for files; forward: the hook that they were fitted with, if they were. The result is as from a
     fit: centered at the trained weights and not tuned. What reads the data again finds them if every fit knows its own.
     """
-    if isinstance(fits, (str, os.PathLike, Laplace)) or not len(fits):
+    if not isinstance(fits, Sequence) or isinstance(fits, str) or not len(fits):
         raise InvalidValue(f"merge takes a list of fits or files, at least one; got {fits!r}")
     if model is not None and all(isinstance(fit, Laplace) for fit in fits):
         raise InvalidValue("model= is for files, and objects have their network; leave it away")

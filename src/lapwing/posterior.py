@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing import given
 from lapwing.curvature import Part, State
 from lapwing.errors import LapwingWarning
 from lapwing.operators import Streamed, linalg
@@ -27,10 +28,10 @@ class Gaussian:
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n weight vectors, (n, p); without a generator, those that predictions are made from, where some are kept."""
+        n = given.whole(n, "the number of draws")
         if generator is None and isinstance(self.precision, Streamed) and n <= self.precision.plan.samples:
             return self.mean + self.precision.first(n)
-        generator = generator or torch.Generator().manual_seed(0)
-        return self.mean + linalg.draw(self.precision, n, generator)
+        return self.mean + linalg.draw(self.precision, n, given.generator(generator))
 
     def covariance(self, rows: Any) -> Tensor:
         """J Σ Jᵀ for rows (n, c, p) in named_parameters() order, (n, c, c)."""

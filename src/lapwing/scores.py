@@ -58,7 +58,7 @@ class Score:
     @torch.no_grad()
     def covariance(self, x: Any) -> Tensor:
         """J (I − VᵀV) Jᵀ of all outputs of each input, (n, c, c), float64."""
-        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), loading.inputs_of(x))
+        inputs = tree.moved(loading.inputs_of(x), self.tangent.device)
         loading.check_finite(inputs, "the inputs")
         maker = RowMaker(self.tangent, cover(self.tangent, inputs))
         out = []

@@ -17,11 +17,11 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from lapwing import curvature
+from lapwing import curvature, given
 from lapwing.api import Laplace
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.operators import linalg
-from lapwing.tangent.subset import masks_of, trainable
+from lapwing.tangent.subset import compiled, masks_of, trainable
 from lapwing.tree import Layout
 
 __all__ = ["Swag", "largest_magnitude", "largest_variance", "random"]
@@ -30,7 +30,7 @@ __all__ = ["Swag", "largest_magnitude", "largest_variance", "random"]
 def random(model: nn.Module, k: int | float, generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """k weights drawn without replacement; generator=None means a private one with seed 0."""
     layout = trainable(model)
-    generator = generator or torch.Generator().manual_seed(0)
+    generator = given.generator(generator)
     order = torch.randperm(layout.size, generator=generator, device=generator.device).cpu()
     return _first(order, k, layout)
 
@@ -104,7 +104,10 @@ class Swag:
 
 
 def _weights(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    named = dict(getattr(model, "_orig_mod", model).named_parameters())  # what torch.compile wraps
+    named = dict((model._orig_mod if compiled(model) else model).named_parameters())  # type: ignore[union-attr]
+    meta = [n for n in layout.names if named[n].is_meta]
+    if meta:
+        raise InvalidValue(f"parameter {meta[0]} is on the meta device, which holds no values; load the weights first")
     return {n: named[n].detach() for n in layout.names}
 
 

@@ -115,6 +115,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, plain(tree))
 
 
+def moved(tree: Any, device: torch.device, what: str = "the inputs") -> Any:
+    """The same tree with its tensors on a device."""
+    if any(t.is_meta for t in tensors(tree)):
+        raise InvalidValue(f"{what} are on the meta device, which holds no values; load the data first")
+    return map_tensors(lambda t: t.to(device), tree)
+
+
 def batch_size(tree: Any) -> int:
     """The common first dimension of a tree's tensors."""
     found = tensors(tree)

@@ -105,8 +105,11 @@ def killed(number: int, pipe: int, after: float) -> bool:
 
 
 def same_state(a: Any, b: Any) -> bool:
-    """Bit by bit."""
-    trees = [(s.sums, s.statistics, s.basis, [u for _, u in s.batches], s.n, s.targets) for s in (a, b)]
+    """Bit by bit, whatever the order of names."""
+    named = [[dict(sorted(one.items())) for one in (s.sums, s.statistics, s.basis)] for s in (a, b)]
+    if [list(one) for one in named[0]] != [list(one) for one in named[1]]:
+        return False
+    trees = [(*three, [u for _, u in s.batches], s.n, s.targets) for three, s in zip(named, (a, b), strict=True)]
     mine, theirs = (torch.utils._pytree.tree_leaves(tree) for tree in trees)
     pairs = zip(mine, theirs, strict=True)
     return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
-from lapwing import fixed, tree
+from lapwing import fixed, given, tree
 from lapwing.curvature.applied import check_applied, looks_applied
 from lapwing.curvature.checkpoint import Checkpoint, Journal, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
@@ -149,7 +149,9 @@ def accumulate(
     shared one. checkpoint: a file that is written after every `every` batches (100), taken up where it is there, and
     removed in the end."""
     factor = Factor(factor) if isinstance(factor, str) else factor
-    generator = generator or torch.Generator().manual_seed(0)
+    generator = given.generator(generator)
+    if not hasattr(structure, "resolved") or isinstance(structure, type):
+        raise InvalidValue(f"structure must be an object, such as lw.curvature.Kronecker(); got {structure!r}")
     batches = loading.as_batches(data, sharded=True)
     weights = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
     seen = replace(seen or probe(tangent, batches, likelihood), weights=weights)
@@ -157,7 +159,7 @@ def accumulate(
     first = getattr(structure, "first", None)
     if first is None and basis is not None:
         raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
-    given = basis is not None  # of other data, perhaps
+    foreign = basis is not None  # of other data, perhaps
     place = as_checkpoint(checkpoint, every)
     if hasattr(structure, "streamed"):  # it keeps a reference to the data, and no sums of its own
         state = structure.streamed(
@@ -181,7 +183,7 @@ def accumulate(
                 seen=seen,
                 checkpoint=within,
             )
-        accumulator, before = one.begun(basis), None if given or basis is None else basis.inputs
+        accumulator, before = one.begun(basis), None if foreign or basis is None else basis.inputs
         del basis  # its memory, before the pass
         state = merged(one.state(one.run(accumulator, journal)), one.ranks)
         for inputs in (seen.sums, before):

@@ -78,7 +78,7 @@ def as_checkpoint(path: str | os.PathLike[str] | Checkpoint | None, every: int |
         if every is not None:
             raise InvalidValue(f"every={every} says how often to write a checkpoint; give checkpoint=, where to")
         return None
-    place = path if isinstance(path, Checkpoint) else Checkpoint(Path(path))
+    place = path if isinstance(path, Checkpoint) else Checkpoint(files.as_path(path))
     return place if every is None else replace(place, every=every)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing import given
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 
@@ -30,8 +31,7 @@ class Factor:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidValue(f"factor must be one of {KINDS}, got {self.kind!r}")
-        if self.samples < 1:
-            raise InvalidValue(f"a monte_carlo factor needs at least 1 sample, got {self.samples}")
+        given.whole(self.samples, "the number of samples of a monte_carlo factor", 1)
 
     def __str__(self) -> str:
         return f"monte_carlo ({self.samples} samples)" if self.kind == "monte_carlo" else self.kind

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import tree
+from lapwing import given, tree
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
@@ -46,8 +46,8 @@ class LowRank:
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or self.passes < 1:
-            raise InvalidValue(f"lowrank needs a rank and passes of at least 1, got {self.rank} and {self.passes}")
+        given.whole(self.rank, "the rank of lowrank", 1)
+        given.whole(self.passes, "the passes of lowrank", 1)
 
     def __str__(self) -> str:
         return f"lowrank (rank {self.rank}{f', {self.passes} passes' if self.passes > 1 else ''})"

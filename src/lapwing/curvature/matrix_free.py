@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
-from lapwing import tree
+from lapwing import given, tree
 from lapwing.curvature import overflow
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe, accumulate, covered, flat_outputs
 from lapwing.curvature.checkpoint import Checkpoint
@@ -357,11 +357,10 @@ class MatrixFree:
             raise InvalidValue(
                 f"preconditioner must be 'auto' or one of {list(PRECONDITIONERS)}, got {self.preconditioner!r}"
             )
-        if self.samples < 4 or self.max_steps < 1 or not self.tolerance >= 0 or self.rank < 0:
-            raise InvalidValue(
-                "matrix_free needs at least 4 samples (error bars), max_steps of 1, and a tolerance and a rank that "
-                f"are not negative; got {self.samples}, {self.max_steps}, {self.tolerance} and {self.rank}"
-            )
+        for name, least in (("samples", 4), ("max_steps", 1), ("rank", 0)):  # 4 samples, for error bars
+            given.whole(getattr(self, name), f"{name} of matrix_free", least)
+        if not isinstance(self.tolerance, (int, float)) or not self.tolerance >= 0:
+            raise InvalidValue(f"the tolerance of matrix_free must not be negative, got {self.tolerance!r}")
 
     def __str__(self) -> str:
         return "matrix_free"

@@ -23,7 +23,7 @@ from lapwing.doctor.plan import Plan, draw_up, free_memory
 from lapwing.doctor.reading import Sample, read
 from lapwing.doctor.report import Cost, Finding, Report, size
 from lapwing.doctor.training import closely_fitted, dead_checks, fit_checks, slope, training_checks
-from lapwing.errors import InvalidValue, LapwingError
+from lapwing.errors import InvalidValue, LapwingError, NetworkFailed
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel, linearize
 
@@ -87,7 +87,7 @@ class _Visit:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.wrapped = self.model is not model
         self.subset, self.forward, self.budget = subset, forward, budget
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.likelihood = likelihood.to(self.device)
         self.limit = budget or free_memory(self.device)
         self.findings: list[Finding] = []
@@ -104,9 +104,11 @@ class _Visit:
         """What `run` returns; None, and a finding, if it fails: our own errors speak for themselves."""
         try:
             return run()
-        except LapwingError as error:
-            self.findings.append(Finding("error", topic, str(error)))
-        except Exception as error:  # the user's model or data
+        except Exception as error:
+            if isinstance(error, LapwingError) and not isinstance(error, NetworkFailed):
+                self.findings.append(Finding("error", topic, str(error)))
+                return None
+            error = error.__cause__ or error  # type: ignore[assignment] # what the user's model or data raised
             text = str(error).strip().splitlines()
             what = f"failed with {type(error).__name__}: {text[0][:300] if text else ''}"
             self.findings.append(Finding("error", topic, f"{what}{hint}"))

@@ -184,7 +184,7 @@ def _head(batch: Batch) -> Batch:
 
 def _moved(sample: Sample, device: torch.device) -> Sample:
     def move(batch: Any) -> Any:
-        return None if batch is None else tuple(tree.map_tensors(lambda t: t.to(device), part) for part in batch)
+        return None if batch is None else tuple(tree.moved(part, device) for part in batch)
 
     return replace(
         sample, first=move(sample.first), again=move(sample.again), spread=tuple(move(b) for b in sample.spread)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import data as loading
-from lapwing import tree
+from lapwing import given, tree
 from lapwing.arguments import as_budget, as_likelihood, as_prior, as_tangent
 from lapwing.curvature import Factor, Part, Probe, State, accumulate, probe
 from lapwing.curvature.accumulate import Accumulator
@@ -59,8 +59,7 @@ def ella(
     anchors: how many rows of the Jacobian (an output of an example each) are drawn from the data, without replacement.
     rank: how many features are made of them. The other arguments are those of `lw.laplace`.
     """
-    if anchors < 1 or rank < 1:
-        raise InvalidValue(f"ella needs at least 1 anchor and a rank of at least 1, got {anchors} and {rank}")
+    anchors, rank = given.whole(anchors, "anchors of ella", 1), given.whole(rank, "the rank of ella", 1)
     budget, likelihood, batches = as_budget(memory_budget), as_likelihood(likelihood), loading.as_batches(data)
     tangent = as_tangent(model, batches, subset, forward)
     bound = as_prior(prior, tangent.layout, tangent.device)
@@ -110,7 +109,7 @@ class Ella:
     @torch.no_grad()
     def predict(self, x: Any, link: str = "auto", joint: bool = False) -> Prediction:
         """Predict with error bars; the arguments are those of `Laplace.predict`."""
-        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), loading.inputs_of(x))
+        inputs = tree.moved(loading.inputs_of(x), self.tangent.device)
         loading.check_finite(inputs, "the inputs")
         if any(t.ndim and not len(t) for t in tree.tensors(inputs)):
             raise InvalidValue("the inputs hold no example to predict at; give at least one")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing import registry
+from lapwing import given, registry
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.solvers.noise import Placed
 
@@ -275,9 +275,9 @@ class Likelihood:
             )
 
 
-def as_positive(name: str, given: Any) -> Tensor:
+def as_positive(name: str, value: Any) -> Tensor:
     """A float64 tensor of one value, or one for each output."""
-    value = torch.as_tensor(given, dtype=torch.float64)  # 0.3 is not float32's 0.30000001
+    value = given.real(value, name)
     if value.ndim > 1 or not value.numel():
         raise InvalidValue(f"{name} must be one value, or one for each output, got shape {tuple(value.shape)}")
     if not bool((torch.isfinite(value) & (value > 0)).all()):

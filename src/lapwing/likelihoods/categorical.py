@@ -36,9 +36,8 @@ class Categorical(Likelihood):
         check_labels(f, y, classes, self.name)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        if f.ndim == 2:
-            return -F.cross_entropy(f, y.long(), reduction="none", ignore_index=NO_LABEL)
-        return self.log_prob(f.reshape(-1, f.shape[-1]), y.reshape(-1)).reshape(y.shape)
+        rows, labels = f.reshape(-1, f.shape[-1]), y.long().reshape(-1)
+        return -F.cross_entropy(rows, labels, reduction="none", ignore_index=NO_LABEL).reshape(y.shape)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
         p = torch.softmax(f, -1).reshape(-1, f.shape[-1]).to(generator.device)

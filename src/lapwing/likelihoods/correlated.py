@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lapwing import given
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import polarization
 from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
@@ -36,7 +37,7 @@ class CorrelatedGaussian(Likelihood):
     covariance: Tensor  # R (c, c), positive definite
 
     def __post_init__(self) -> None:
-        R = torch.as_tensor(self.covariance, dtype=torch.float64)
+        R = given.real(self.covariance, "covariance")
         if R.ndim != 2 or R.shape[0] != R.shape[1] or not bool(torch.isfinite(R).all()):
             raise InvalidValue(
                 f"covariance must be a finite matrix, a row and a column an output; got {tuple(R.shape)}"

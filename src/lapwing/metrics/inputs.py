@@ -40,6 +40,8 @@ def _checked_probs(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             f"probabilities must be (n, ..., c) with a column for each of c ≥ 2 classes, got {tuple(p.shape)}; for a "
             "binary p give torch.stack([1 - p, p], -1)"
         )
+    if y.is_meta:
+        raise InvalidValue("the labels are on the meta device, which holds no values; load the data first")
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise InvalidValue(f"labels must be integers, got {y.dtype}; use y.long()")
     if y.shape != p.shape[:-1]:

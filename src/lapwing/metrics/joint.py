@@ -105,7 +105,7 @@ def joint_log_likelihood(
 
 def _sets(n: int, kappa: int, tau: int | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Anchors and how often each is drawn, both (sets, κ)."""
-    if not 1 <= kappa <= n:
+    if not isinstance(kappa, int) or not 1 <= kappa <= n:
         raise InvalidValue(f"kappa, the number of anchors, must be from 1 to the {n} inputs, got {kappa}")
     tau = tau if tau is not None else max(1, 10 * (kappa - 1))
     if tau < 1:

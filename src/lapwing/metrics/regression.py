@@ -18,7 +18,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue
+from lapwing.given import share
 from lapwing.metrics import ranked
 from lapwing.metrics.inputs import Gaussians, check_drawn, check_targets, no_nan, refuse_classes, response
 from lapwing.metrics.scores import mean_or_each
@@ -68,8 +68,7 @@ def _distribution(predicted: Prediction, y: Tensor) -> Tensor:
 
 def interval(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
     """The central interval that should hold y with probability `level`: its ends, each of y's shape."""
-    if not 0 < level < 1:
-        raise InvalidValue(f"the level of an interval lies strictly between 0 and 1, got {level}")
+    level = share(level, "the level of an interval")
     if isinstance(predicted, Prediction):
         refuse_classes(predicted)
         low, high = (predicted.quantile(q).double() for q in ((1 - level) / 2, (1 + level) / 2))

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import tree
+from lapwing import given, tree
 from lapwing.data import check_finite, inputs_of
-from lapwing.errors import InvalidValue
 from lapwing.posterior import Gaussian
 from lapwing.predictive.sampled import pushed
 from lapwing.tangent import TangentModel
@@ -33,7 +32,7 @@ class FunctionSamples:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __call__(self, x: Any) -> Tensor:
-        inputs = tree.map_tensors(lambda t: t.to(self.tangent.device), inputs_of(x))
+        inputs = tree.moved(inputs_of(x), self.tangent.device)
         check_finite(inputs, "the inputs")
         f, moved = pushed(self.tangent, self.away, inputs)
         return f + moved
@@ -55,7 +54,6 @@ def function_samples(
     center: Tensor | None = None,
 ) -> FunctionSamples:
     """n functions drawn about f(x), or about h(x, v̄) where a center v̄ is given."""
-    if n < 1:
-        raise InvalidValue(f"function_samples gives at least 1 function, asked for {n}")
+    n = given.whole(n, "the number of functions", 1)
     z = posterior.draw(n, generator) - posterior.mean
     return FunctionSamples(tangent, z if center is None else z + (center - tangent.theta.to(center)))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing import given
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
@@ -168,7 +169,7 @@ class Prediction:
 
     def f_sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of f, (n, *f_mean.shape); over all inputs jointly if the prediction is joint."""
-        generator = generator or torch.Generator().manual_seed(0)
+        n, generator = given.whole(n, "the number of draws"), given.generator(generator)
         if self.outputs is not None:
             pick = torch.randint(len(self.outputs), (n,), generator=generator, device=generator.device)
             return self.outputs[pick.to(self.outputs.device)]
@@ -178,7 +179,7 @@ class Prediction:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y: of the mean's own classes under a link in closed form, unless inputs are joint."""
-        generator = generator or torch.Generator().manual_seed(0)
+        generator = given.generator(generator)
         if self._by_mean and not self.joint:
             f = OUTPUTS[self.likelihood.response](self._response.mean)
             y = self.likelihood.sample(f.expand(n, *f.shape), generator)
@@ -195,7 +196,7 @@ class Prediction:
     def cdf(self, y: Tensor) -> Tensor:
         """P(target ≤ y) of each target by itself, (n, ..., t)."""
         self._check_ordered()
-        y = y.to(self.f_mean.device)
+        y = given.targets(y, self.f_mean.device)
         if y.shape[:-1] != self.f_mean.shape[:-1] or y.ndim != self.f_mean.ndim:
             raise InvalidValue(f"cdf takes one y for each target, as log_prob does, got {tuple(y.shape)}")
         if self.gaussian:
@@ -224,8 +225,7 @@ class Prediction:
     def quantile(self, q: float) -> Tensor:
         """The least y that has F(y) ≥ q, of each target by itself; for classes, the quantile of the class probabilities
         over the posterior. Where the likelihood has no distribution function it is that of draws."""
-        if not 0 < q < 1:
-            raise InvalidValue(f"a quantile lies strictly between 0 and 1, got {q}")
+        q = given.share(q, "a quantile")
         if self.gaussian:
             return self.mean + self.std * float(torch.special.ndtri(torch.tensor(q, dtype=torch.float64)))
         known, classes = self.has_cdf, self.likelihood.classes
@@ -239,13 +239,12 @@ class Prediction:
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval, between the quantiles (1 ± level)/2: its ends."""
-        if not 0 < level < 1:
-            raise InvalidValue(f"the level of an interval lies strictly between 0 and 1, got {level}")
+        level = given.share(level, "the level of an interval")
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of each input, (n, ...); of all inputs together, 0-dim, if the prediction is joint."""
-        y = y.to(self.f_mean.device)
+        y = given.targets(y, self.f_mean.device)
         targets = flat_targets(self.f_mean, y)
         self.likelihood.validate(self._means_inside(), targets)
         if self.gaussian:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import tree
+from lapwing import given, tree
 from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.cover import cover
 from lapwing.curvature.memory import physical_memory
@@ -51,6 +51,7 @@ def predict(
     memory_budget: int = 2**30,
 ) -> Prediction:
     """Predict at x, about f(x), or about h(x, v̄) = f(x) + J(x)(v̄ − θ*) where a center v̄ is given."""
+    samples = given.whole(samples, "samples", 1)
     ranks = posterior.precision.ranks if isinstance(posterior.precision, Streamed) else ALONE
     with ranks.told("reading the inputs"):
         check_finite(x, "the inputs")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing import registry, tree
+from lapwing import given, registry, tree
 from lapwing.errors import InvalidValue
 from lapwing.operators import Diagonal
 from lapwing.tree import Layout, layer_of
@@ -44,15 +44,15 @@ class Gaussian:
     def __post_init__(self) -> None:
         if isinstance(self.precision, Mapping):
             object.__setattr__(self, "per", tuple(self.precision))
-            values = [torch.as_tensor(v, dtype=torch.float64) for v in self.precision.values()]
+            values = [given.real(v, f"the prior precision of {pattern}") for pattern, v in self.precision.items()]
             if not values:
                 raise InvalidValue("the prior's mapping of patterns is empty; give {glob: precision}")
             object.__setattr__(self, "precision", torch.stack(values))
-        elif isinstance(self.per, str) and self.per not in GRANULARITIES:
+        elif self.per not in GRANULARITIES and not isinstance(self.per, tuple):
             raise InvalidValue(f"per must be one of {GRANULARITIES}, got {self.per!r}")
-        elif not isinstance(self.per, str) and not all(isinstance(one, str) for one in self.per):
-            raise InvalidValue(f"per must be one of {GRANULARITIES}, or globs over parameters; got {self.per!r}")
-        value = torch.as_tensor(self.precision, dtype=torch.float64)  # 0.1 is not float32's 0.10000000149
+        if isinstance(self.per, tuple) and not all(isinstance(pattern, str) for pattern in self.per):
+            raise InvalidValue(f"prior patterns are globs over parameter names, got {list(self.per)}")
+        value = given.real(self.precision, "a prior precision")
         if not bool((torch.isfinite(value) & (value > 0)).all()):
             raise InvalidValue(f"prior precision must be positive and finite, got {_short(value)}")
         object.__setattr__(self, "precision", value)
@@ -90,17 +90,18 @@ class Gaussian:
 
     def _check_mean(self, layout: Layout) -> None:
         if isinstance(self.mean, Mapping):
+            for name, value in self.mean.items():
+                if not isinstance(value, Tensor):
+                    raise InvalidValue(f"the prior mean of {name} must be a tensor, got {type(value).__name__}")
             mean = layout.flatten(self.mean)  # raises where names differ
             for name, value in self.mean.items():
                 if value.shape != layout.shape(name):
                     shapes = f"{tuple(value.shape)}, not {tuple(layout.shape(name))}"
                     raise InvalidValue(f"the prior mean of {name} has shape {shapes}; give one value for each weight")
         else:
-            mean = torch.as_tensor(self.mean)
-            if mean.ndim or mean.dtype == torch.bool:
-                raise InvalidValue(
-                    f"a prior mean is a float or {{parameter: tensor}}, got {mean.dtype} {tuple(mean.shape)}"
-                )
+            mean = given.real(self.mean, "a prior mean")
+            if mean.ndim:
+                raise InvalidValue(f"a prior mean is a float or {{parameter: tensor}}, got shape {tuple(mean.shape)}")
         if not bool(torch.isfinite(mean).all()):
             raise InvalidValue("the prior mean holds NaN or infinite values; give finite ones")
 

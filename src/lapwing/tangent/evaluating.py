@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-from lapwing.tangent.kernels import ConstantPadding
+from lapwing.tangent.kernels import padded_embedding, replaced
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def _padded(tables: list[Any]) -> AbstractContextManager[Any]:
     padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in tables)
-    return ConstantPadding() if padded else nullcontext()
+    return replaced("embedding", padded_embedding) if padded else nullcontext()
 
 
 def _uncompiled(modules: list[nn.Module]) -> AbstractContextManager[Any]:

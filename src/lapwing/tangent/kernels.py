@@ -26,7 +26,7 @@ def plain_kernels(onednn: bool = True) -> Iterator[None]:
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), ComposedInstanceNorm():
+        with sdpa_kernel(SDPBackend.MATH), replaced("instance_norm", composed_instance_norm):
             if onednn:
                 yield
             else:
@@ -61,27 +61,40 @@ class ComposedEmbeddingBag(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class ComposedInstanceNorm(TorchFunctionMode):
-    """Replaces the fused instance norm. It is a batch norm of (1, n·c, ...): for n = 1 a gradient with channels last
-    (behind a transpose, or a convolution that runs so) is read in the wrong order, in torch 2.13 and before."""
+_instance_norm, _embedding = torch.instance_norm, torch.embedding
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (composed_instance_norm if func is F.instance_norm else func)(*args, **(kwargs or {}))
+
+@contextmanager
+def replaced(name: str, by: Any) -> Iterator[None]:
+    """A function of torch in whose place another runs: in modules, in torch.nn.functional, and in checkpointed layers
+    that a reverse pass runs again. In other threads too, meanwhile; the values are the same."""
+    was = getattr(torch, name)
+    setattr(torch, name, by)
+    try:
+        yield
+    finally:
+        setattr(torch, name, was)
 
 
 def composed_instance_norm(
     input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
 ) -> Tensor:
-    """F.instance_norm by means over positions; one that would update running statistics is left to torch."""
+    """torch.instance_norm by means over positions; one that would update running statistics is left to torch.
+
+    The fused one is a batch norm of (1, n·c, ...): for n = 1 a gradient with channels last (behind a transpose, or a
+    convolution that runs so) is read in the wrong order, in torch 2.13."""
     if use_input_stats and running_mean is not None:
-        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+        return _instance_norm(
+            input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
+        )
     column = (-1, *[1] * (input.ndim - 2))  # one number a channel
     if use_input_stats:
         dims = tuple(range(2, input.ndim))
@@ -95,21 +108,13 @@ def composed_instance_norm(
     return out if bias is None else out + bias.reshape(column)
 
 
-class ConstantPadding(TorchFunctionMode):
-    """Holds the row of an embedding's padding_idx in place. Reverse mode gives it no gradient; forward mode would move
-    it, and J v would not be the transpose of Jᵀ u."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (padded_embedding if func is F.embedding else func)(*args, **(kwargs or {}))
-
-
-def padded_embedding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
-) -> Tensor:
-    out = F.embedding(input, weight, padding_idx, *args, **kwargs)
-    if padding_idx is None:
+def padded_embedding(weight: Tensor, input: Tensor, padding_idx: int = -1, *args: Any, **kwargs: Any) -> Tensor:
+    """torch.embedding with the row of padding_idx held in place. Reverse mode gives it no gradient; forward mode would
+    move it, and J v would not be the transpose of Jᵀ u."""
+    out = _embedding(weight, input, padding_idx, *args, **kwargs)
+    if padding_idx < 0:
         return out
-    return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), out.detach(), out)
+    return torch.where((input == padding_idx).unsqueeze(-1), out.detach(), out)
 
 
 def composed_embedding_bag(

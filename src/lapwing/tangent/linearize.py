@@ -32,12 +32,13 @@ from lapwing.tangent import proof
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
 from lapwing.tangent.layout import ChannelsLast, apt, channels_last
-from lapwing.tangent.subset import Forward, Swapped, compiled, select
+from lapwing.tangent.subset import Forward, Swapped, compiled, select, telling
 from lapwing.tree import Layout
 
 T = TypeVar("T")
 PUSHES = ("forward", "unfused", "double", "rows")  # ways to J v
 ROWS = ("vmap", "columns", "loop")  # ways to rows: batched over examples and cotangents, examples, nothing
+DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 vjp: Any = torch.func.vjp  # its annotation leaves the two-value form out
 
 
@@ -88,6 +89,13 @@ def _check(model: nn.Module) -> None:
             raise InvalidValue(
                 f"parameter {name} is cut over processes (FSDP, DTensor), and every process needs the whole network; "
                 "load its full state dict into a plain copy"
+            )
+        if p.is_meta:
+            raise InvalidValue(f"parameter {name} is on the meta device, which holds no values; load the weights first")
+        if p.is_floating_point() and p.dtype not in DTYPES:
+            raise InvalidValue(
+                f"parameter {name} is {p.dtype}, in which there is no arithmetic; cast the network to one of "
+                f"{', '.join(str(dtype) for dtype in DTYPES)}"
             )
         if p.is_floating_point() and not torch.isfinite(p).all():
             raise InvalidValue(f"parameter {name} holds NaN or infinite values; train the network again")
@@ -160,7 +168,8 @@ class TangentModel:
     def apply(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
         """f(x, θ): the network itself, not linearized, at any weights."""
         x = tree.map_tensors(lambda t: t.clone() if t.is_inference() else t, x)  # those cannot be differentiated by
-        out = functional_call(Swapped(self.model, self.forward), self._tensors(params), (x,))
+        with telling(self.model, x):
+            out = functional_call(Swapped(self.model, self.forward), self._tensors(params), (x,))
         if not isinstance(out, Tensor):
             raise InvalidValue(
                 f"the model returns {type(out).__name__}, not a tensor (n, ..., c); "

@@ -10,14 +10,15 @@ mask             one boolean vector over all parameters with requires_grad, in n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lapwing import tree
-from lapwing.errors import InvalidValue
+from lapwing.errors import InvalidValue, LapwingError, NetworkFailed
 from lapwing.tree import Layout
 
 Forward = Callable[[nn.Module, Any], Tensor]
@@ -116,12 +117,14 @@ def _masks(masks: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> dict[str
             raise InvalidValue(f"subset names {name!r}, which is no parameter; they are {list(named)}")
         if not isinstance(mask, Tensor):
             raise InvalidValue(f"the mask of {name} must be a bool tensor, got {type(mask).__name__}")
+        if mask.is_meta:
+            raise InvalidValue(f"the mask of {name} is on the meta device, which holds no values")
         if mask.dtype != torch.bool or mask.shape != named[name].shape:
             raise InvalidValue(
                 f"the mask of {name} must be bool of shape {tuple(named[name].shape)}, "
                 f"got {mask.dtype} of {tuple(mask.shape)}"
             )
-        if bool(mask.any()):
+        if bool(mask.any()) or not mask.numel():
             chosen[name] = None if bool(mask.all()) else mask.detach().clone()
     if not chosen:
         raise InvalidValue("the masks select no element; there is nothing to be Bayesian about")
@@ -194,12 +197,29 @@ def _traced(
     handles = [m.register_forward_pre_hook(before) for _, m in own]
     handles += [m.register_forward_hook(functools.partial(after, name=n)) for n, m in own]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), telling(model, example):
             tensors = {f"model.{n}": t for n, t in {**params, **buffers}.items()}
             return torch.func.functional_call(Swapped(model, forward), tensors, (example,)), params
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def telling(model: nn.Module, inputs: Any) -> Iterator[None]:
+    """What torch raises while the network runs on inputs, said in our words, with the inputs."""
+    try:
+        yield
+    except (LapwingError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError) as error:
+        found = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tree.tensors(inputs)]
+        own = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+        raise NetworkFailed(
+            f"the network failed on inputs of {', '.join(found[:4]) or type(inputs).__name__}: {type(error).__name__}: "
+            f"{error}; give inputs of the shapes and dtypes that it was trained on (its weights are "
+            f"{', '.join(sorted(own))}), or say how it is called with forward=lambda model, x: ..."
+        ) from error
 
 
 class Swapped(nn.Module):

@@ -19,7 +19,7 @@ from lapwing import arguments
 from lapwing.curvature import BUDGET, probe
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.data import dropped
-from lapwing.errors import InvalidValue, LapwingError, Unsupported
+from lapwing.errors import InvalidValue, NetworkFailed, Unsupported
 from lapwing.priors import GPrior
 from lapwing.tangent import linearize
 
@@ -66,6 +66,9 @@ class Objective:
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """The mean negative log-likelihood of a batch of outputs f (n, ..., c), plus the penalty."""
+        if not isinstance(f, Tensor) or not isinstance(y, Tensor):
+            kinds = f"{type(f).__name__} and {type(y).__name__}"
+            raise InvalidValue(f"loss takes a batch of outputs and its targets, both tensors; got {kinds}")
         if f.ndim < 2 or y.ndim < 1 or len(f) != len(y):
             raise InvalidValue(
                 f"loss takes a batch of outputs (n, ..., c) and its targets, got {tuple(f.shape)} and {tuple(y.shape)}"
@@ -102,10 +105,9 @@ def begin(
         raise InvalidValue(f"fixed={unknown} names no hyperparameter; they are {names}")
     try:
         seen = probe(tangent, batches, known)
-    except LapwingError:
-        raise
-    except (RuntimeError, TypeError, IndexError) as error:
-        raise InvalidValue(f"the model does not run on a batch of the data: {error}; give its own data") from error
+    except NetworkFailed as error:
+        why = error.__cause__
+        raise InvalidValue(f"the model does not run on a batch of the data: {why}; give its own data") from error
     arguments.as_structure(structure, seen, BUDGET).resolved(seen, arguments.as_factor(factor, seen, known))
     return Objective(model, bound, known, seen.n - dropped(batches))
 

@@ -98,7 +98,7 @@ class OnlineEvidence:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidValue(f"{name} must be a whole number, at least {least}; got {value!r}")
         for name, rate in (("lr", lr), ("hyper_lr", hyper_lr)):
-            if not (rate > 0 and math.isfinite(rate)):
+            if not isinstance(rate, (int, float)) or not (rate > 0 and math.isfinite(rate)):
                 raise InvalidValue(f"{name} must be positive and finite, got {rate!r}")
         self.model, self.every, self.burn_in, self.steps, self.lr = model, every, burn_in, steps, lr
         self.fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
@@ -382,7 +382,7 @@ def _finite(value: float, names: list[str]) -> float:
 
 
 def _matched(model: Any, patterns: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+    if not isinstance(patterns, Sequence) or isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
         raise InvalidValue(f"hyperparameters is a list of globs over parameter names, got {patterns!r}")
     names = [n for n, p in model.named_parameters() if p.requires_grad] if patterns else []
     for pattern in patterns:
