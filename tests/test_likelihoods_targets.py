@@ -314,3 +314,16 @@ def test_evidences_of_the_same_targets_compare_whatever_the_noise() -> None:
         fits = {"plain": Categorical(), "other": other}
         with pytest.raises(InvalidValue, match="different likelihoods"):
             lw.compare({name: lw.laplace(net, (x, labels), likelihood) for name, likelihood in fits.items()})
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (3, 2, 5)])
+def test_smoothed_labels_at_any_positions_are_smoothed_once(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn((*shape, 4), generator=generator, dtype=torch.float64)
+    y = torch.randint(4, shape, generator=generator)
+    expected = [
+        -torch.nn.functional.cross_entropy(row, label, label_smoothing=0.2)
+        for row, label in zip(f.reshape(-1, 4), y.reshape(-1), strict=True)
+    ]
+    found = lw.likelihoods.LabelSmoothing(0.2).log_prob(f, y)
+    torch.testing.assert_close(found, torch.stack(expected).reshape(shape))

@@ -805,3 +805,13 @@ def test_a_precision_with_nan_is_an_error_that_says_so() -> None:
     matrix[1, 1] = torch.nan
     with pytest.raises(NotPositiveDefinite, match="NaN"):
         linalg.solve(Dense(matrix), torch.ones(4, dtype=torch.float64))
+
+
+def test_variances_that_are_rounding_are_said_to_be() -> None:
+    """The dual form takes a difference: what rounding leaves of it must not look like a variance."""
+    R = 1e15 * torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ones = torch.ones(1, dtype=torch.float64)
+    op = RootPlusDiagonal(HeldRows(R), Diagonal(ones, 6), Diagonal(ones, 9))
+    with pytest.warns(LapwingWarning, match="6 of 6 variances of outputs are below the rounding"):
+        linalg.covariance(op, R.reshape(6, 1, 9))
+    linalg.covariance(op, torch.randn(2, 1, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64))

@@ -383,3 +383,18 @@ def test_predicting_leaves_the_network_as_it_was(structure: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_one_layer_whose_outputs_are_cut_into_positions(structure: str) -> None:
+    """Its rows are outer products, but not a head's: a position's outputs are some of the layer's."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 12), nn.Unflatten(1, (4, 3))).double()
+    x, new = numbers(20, 2), numbers(5, 2, seed=1)
+    la = lw.laplace(net, (x, integers(3, 20, 4)), "categorical", structure=structure)
+    M = linalg.to_dense(la.posterior.precision)
+    f = net(new)
+    rows = [torch.autograd.grad(one, list(net.parameters()), retain_graph=True) for one in f.reshape(-1)]
+    J = torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows]).reshape(5, 4, 3, -1)
+    pred = la.predict(new)
+    close(pred.covariance, torch.einsum("nqap,pr,nqbr->nqab", J, torch.linalg.inv(M), J))

@@ -16,6 +16,7 @@ a group is kept, K = Σ_g K_g/d_g, so changing D costs no pass.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,11 +25,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.errors import Unsupported
+from lapwing.errors import LapwingWarning, Unsupported
 from lapwing.operators import linalg
 from lapwing.operators.diagonal import Diagonal
 from lapwing.operators.mixed import Mixed, back, half, trace
 
+DIGITS = 100.0  # roundings of a difference within which it has hardly a right digit
 GROUPS = 64  # Gram matrices kept at the most: past that, K is formed anew for each D
 
 
@@ -292,7 +294,23 @@ def _(op: RootPlusDiagonal, rows: Any) -> Tensor:
         prior += torch.einsum("nap,nbp->nab", x.reshape(nc // c, c, -1), scaled.reshape(nc // c, c, -1))
     seen = torch.linalg.solve_triangular(op.inner_cholesky, half(op.w, cross.mT).mT, upper=False)
     seen = seen.reshape(-1, nc // c, c)
-    return prior - torch.einsum("mna,mnb->nab", seen, seen)  # Eq. 12
+    found = prior - torch.einsum("mna,mnb->nab", seen, seen)  # Eq. 12
+    _warn_canceled(found.diagonal(dim1=-2, dim2=-1), prior.diagonal(dim1=-2, dim2=-1), op.m)
+    return found
+
+
+def _warn_canceled(var: Tensor, before: Tensor, m: int) -> None:
+    """Say so where a variance is no more than the rounding of the prior's, from which m rows are subtracted."""
+    rounding = DIGITS * m**0.5 * torch.finfo(var.dtype).eps * before
+    lost = int((var < rounding).sum())
+    if lost and bool((before > 0).any()):
+        warnings.warn(
+            f"{lost} of {var.numel()} variances of outputs are below the rounding of what they are the difference of, "
+            f"the prior's, {float(before.max()):.2g}, and the data's part of it: they have hardly a digit. Raise the "
+            "prior precision, scale the inputs, or fit with lw.curvature.Full(form='primal')",
+            LapwingWarning,
+            stacklevel=3,
+        )
 
 
 @linalg.diagonal.register

@@ -128,7 +128,9 @@ def _dense(maker: RowMaker, posterior: Gaussian, x: Any, record: Record, joint: 
     """One precision in memory: rows of the Jacobian, in pieces."""
     f = record.f.detach()
     whole = joint or not isinstance(posterior.precision, Dense)  # which has a rule for outer products
-    outer = None if whole else maker.head(record) or maker.outer(record, structured.units(f))
+    outer = None if whole else maker.head(record)
+    if outer is None and not whole and f.ndim == 2:
+        outer = maker.outer(record, structured.units(f))
     if outer is not None:
         return posterior.covariance(outer).reshape(*f.shape, f.shape[-1])
     pieces = maker.rows(record, x, structured.units(f), budget // 6)
