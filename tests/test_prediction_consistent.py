@@ -339,6 +339,7 @@ def test_links_in_closed_form_take_variances_of_any_size() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the posterior predicts its own training data")
+@pytest.mark.filterwarnings("ignore:.*variances of outputs are below the rounding")
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 def test_a_prior_of_almost_nothing_gives_numbers_or_says_what_overflows(likelihood: str) -> None:
     torch.manual_seed(0)
