@@ -1307,10 +1307,9 @@ def checkpointed(m: Any, x: Tensor) -> Tensor:
     return checkpoint(run, x, use_reentrant=False)
 
 
-ONCE_MORE = {"*": "its module could not be run in steps"}
 CHECKPOINTED = [
-    Case("checkpointed attention", attention(), (SEQUENCE,), checkpointed, ONCE_MORE, slow=True),
-    Case("checkpointed GRU", recurrent(nn.GRU), (STEPS,), checkpointed, ONCE_MORE, slow=True),
+    Case("checkpointed attention", attention(), (SEQUENCE,), checkpointed),
+    Case("checkpointed GRU", recurrent(nn.GRU), (STEPS,), checkpointed),
 ]
 
 
@@ -1319,7 +1318,7 @@ def test_checkpoints_run_a_module_again(case: Case) -> None:
     net, J = problem(case)
     la = fit(net, case.inputs, "diag", case.slow)
     close(curvature(la), torch.einsum("ncp,ncp->p", J, J).diag())
-    assert all(case.generic["*"] in text for text in la.coverage.values())
+    assert all("rule" in text for text in la.coverage.values())  # the second run goes by the same steps
 
 
 @pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])

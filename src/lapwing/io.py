@@ -247,7 +247,7 @@ def _state(entries: Entries, held: Tensors, layout: Layout, likelihood: Likeliho
         "paired": entries.take("paired", "bool"),
         "n": n,
         "targets": entries.take("targets", "int | None", 0, 2**64 - 1),
-        "lost": entries.take("lost", "float", 0),
+        "lost": float(entries.take("lost", "float", 0, 100)),  # decimal digits
         "fingerprints": _strings(entries, "fingerprints"),
         "parts": parts,
         "coverage": _strings(entries, "coverage"),

@@ -63,10 +63,14 @@ class Tied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Runs its body again in the backward pass. `active = False` is the same function without."""
+    """Runs its body again in the backward pass. `active = False` is the same function without. Nothing in place: torch
+    would run it again on what it has changed."""
 
     def __init__(self, body: nn.Module, reentrant: bool) -> None:
         super().__init__()
+        for module in body.modules():
+            if getattr(module, "inplace", False):
+                module.inplace = False
         self.body, self.reentrant, self.active = body, reentrant, True
 
     def forward(self, x: Tensor) -> Tensor:

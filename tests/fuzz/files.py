@@ -142,7 +142,8 @@ def begun(name: str, folder: Path) -> tuple[bytes, Callable[[Path], Any]]:
     def resume(path: Path) -> Any:
         la = lw.laplace(network(), Batches(), "categorical", **{**options, "checkpoint": path})
         state = la.state
-        return [repr(la), *state.sums.values(), *state.statistics.values(), *state.basis.values(), *worth(la)]
+        named = [one[key] for one in (state.sums, state.statistics, state.basis) for key in sorted(one)]
+        return [repr(la), *named, *worth(la)]
 
     return content, resume
 

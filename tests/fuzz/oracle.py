@@ -36,14 +36,14 @@ def _ordered(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out
 
 
-def double(inputs: Any) -> Any:
-    return _pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, inputs)
+def cast(inputs: Any, dtype: torch.dtype = torch.float64) -> Any:
+    return _pytree.tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
 
-def jacobian(model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
-    """f (n, ..., c) and its derivative by all parameters, (n, ..., c, p)."""
-    params = list(model.parameters())
-    f = outputs(model, double(inputs))
+def jacobian(model: nn.Module, inputs: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """f (n, ..., c) and its derivative by all parameters, (n, ..., c, p), in a dtype that the model is put to."""
+    params = list(model.to(dtype).parameters())
+    f = outputs(model, cast(inputs, dtype))
     rows = []
     for one in f.reshape(-1):
         grads = torch.autograd.grad(one, params, retain_graph=True, allow_unused=True, materialize_grads=False)

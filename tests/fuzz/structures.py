@@ -9,7 +9,7 @@ import torch
 from agreement import Difference, agree
 from cases import Case
 from generator import outputs
-from oracle import double
+from oracle import cast
 from torch import Tensor
 
 import lapwing as lw
@@ -98,7 +98,7 @@ def head_kronecker(case: Case) -> Tensor | None:
     seen: list[Tensor] = []
     handle = head.register_forward_hook(lambda module, args, out: seen.append(args[0].detach()))
     try:
-        outputs(case.plain, double(case.inputs))
+        outputs(case.plain, cast(case.inputs))
     finally:
         handle.remove()
     f, J, y = case.dense.rows

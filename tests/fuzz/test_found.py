@@ -11,6 +11,7 @@ from oracle import covariance, jacobian
 from structures import precision_of
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import lapwing as lw
 
@@ -140,3 +141,55 @@ def test_one_vector_that_takes_a_second_route_counts_once(prior: object, tmp_pat
     la.save(tmp_path / "la")
     back = lw.load(tmp_path / "la", net)
     assert_close(back.predict(x).f_var, la.predict(x).f_var, rtol=1e-12, atol=1e-12)
+
+
+class Recomputed(nn.Module):
+    """A body that runs again in the reverse pass, on a copy of its input."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = checkpoint(self.body, x.clone(), use_reentrant=False)
+        return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.filterwarnings("ignore::lapwing.errors.LapwingWarning")  # rows are made one by one
+@pytest.mark.parametrize("structure", ["full", "diag", "block"])
+@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "bias": False}])
+def test_a_recurrent_layer_that_runs_again_runs_in_the_same_steps(
+    structure: str, recurrent: type[nn.RNNBase], options: dict[str, bool]
+) -> None:
+    """At sequences of one step its two ways to run keep tensors of the same shapes, and torch does not notice that the
+    second run of a checkpoint was the other one: the curvature of its weights was wrong."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Recomputed(recurrent(3, 2, batch_first=True, **options)), nn.Flatten())
+    net.append(nn.Linear(4 if options else 2, 2)).double()
+    x, y = torch.randn(5, 1, 3).double(), torch.randn(5, 2).double()
+    la = lw.laplace(net, (x, y), "gaussian", structure=structure)
+    _, J = jacobian(net, x)
+    G = torch.einsum("ncp,ncq->pq", J, J)
+    found = precision_of(la) - torch.eye(len(G)).double()
+    assert_close(found.diagonal(), G.diagonal(), rtol=1e-8, atol=1e-10)
+
+
+def test_a_reverse_pass_that_torch_refuses_is_said_in_our_words() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), Recomputed(nn.SiLU(inplace=True)), nn.Linear(2, 1)).double()
+    with pytest.raises(lw.errors.NetworkFailed, match=r"(?s)a reverse pass through the network failed.*in place"):
+        lw.laplace(net, (torch.randn(4, 2).double(), torch.randn(4, 1).double()), "gaussian", structure="kron")
+
+
+@pytest.mark.filterwarnings("ignore::lapwing.errors.LapwingWarning")  # of what is dropped
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
+def test_a_g_prior_drops_a_layer_whose_curvature_is_rounding(structure: str) -> None:
+    """Beside the others it had second moments of 1e-59, and so a prior without bounds: variances were rounding."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        net[2].weight.mul_(1e-25)
+    x, y = torch.randn(9, 3).double(), torch.randn(9, 2).double()
+    la = lw.laplace(net, (x, y), "gaussian", structure=structure, prior="gprior")
+    assert structure == "lowrank" or "dropped" in la.coverage["0.weight"]  # whose sketch rounds by more
+    assert float(la.predict(x).f_var.max()) < 10

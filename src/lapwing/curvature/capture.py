@@ -10,8 +10,8 @@ hooks stay, and see what they always saw.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FrameType
@@ -155,8 +155,10 @@ class Record:
         return proof.agree(batched, dict(zip(names, want, strict=True)), w, self.tangent.eps)
 
     def reverse(self, run: Callable[[], T]) -> T:
-        """A reverse pass with the weights and the mode of this run: it may run layers again (checkpoints)."""
-        with evaluating(self.model), plain_kernels():
+        """A reverse pass with the weights and the mode of this run: it may run layers again (checkpoints), which must
+        then run in the steps that they ran in."""
+        again = {path: _Again(self.model.get_submodule(path)) for path in _sites(self.parts)}
+        with evaluating(self.model), plain_kernels(), _forwards(self.model, again):
             return self.tangent.backward(self.leaves, run)
 
 
@@ -279,40 +281,66 @@ class Capture:
 
             yield record.model.get_submodule(part.name).register_forward_hook(keep, with_kwargs=True, prepend=True)
 
-    @contextmanager
-    def _in_steps(self, record: Record) -> Iterator[None]:
+    def _in_steps(self, record: Record) -> AbstractContextManager[None]:
         """Modules that are several linear maps run in steps that show them, and as they were afterwards."""
-        by_module: dict[str, dict[str, Part]] = {}
-        for part in self.parts:
-            if part.site:
-                by_module.setdefault(part.module, {})[part.site] = part
-        changed = []
-        try:
-            for path, parts in by_module.items():
-                module = record.model.get_submodule(path)
-                changed.append(module)
-                module.__dict__["forward"] = _Steps(module, parts, record, self.clone_all)
-            yield
-        finally:
-            for module in changed:
-                del module.__dict__["forward"]
+        model, sites = record.model, _sites(self.parts)
+        steps = {path: _Steps(model.get_submodule(path), own, record, self.clone_all) for path, own in sites.items()}
+        return _forwards(model, steps)
 
 
-class _Steps:
-    """A module's forward in the steps of its rule, each site's inputs and outputs kept in the record."""
+def _sites(parts: tuple[Part, ...]) -> dict[str, dict[str, Part]]:
+    """{module: {site: part}} of the modules that run in steps."""
+    out: dict[str, dict[str, Part]] = {}
+    for part in parts:
+        if part.site:
+            out.setdefault(part.module, {})[part.site] = part
+    return out
+
+
+@contextmanager
+def _forwards(model: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Modules, by path, with another forward, and as they were afterwards."""
+    changed = []
+    try:
+        for path, forward in forwards.items():
+            module = model.get_submodule(path)
+            changed.append(module)
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module in changed:
+            del module.__dict__["forward"]
+
+
+class _Again:
+    """A module's forward in the steps of its rule, of which nothing is kept."""
 
     composed = True
 
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(lambda *_: None, *args, **kwargs)
+
+    def run(self, keep: Callable[[str, Tensor, Tensor], None], *args: Any, **kwargs: Any) -> Any:
+        rule = rule_for(self.module)
+        assert isinstance(rule, ComposedRule)
+        return rule.forward(self.module, keep, *args, **kwargs)
+
+
+class _Steps(_Again):
+    """The same, with each site's inputs and outputs kept in the record."""
+
     def __init__(self, module: nn.Module, parts: dict[str, Part], record: Record, lenient: bool) -> None:
-        self.module, self.parts, self.record, self.lenient = module, parts, record, lenient
+        super().__init__(module)
+        self.parts, self.record, self.lenient = parts, record, lenient
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         again = next((part.name for part in self.parts.values() if part.name in self.record.outputs), None)
         if again is not None:
             raise Changed(f"layer {again} was called once on the first batch and is now called again")
-        rule = rule_for(self.module)
-        assert isinstance(rule, ComposedRule)
-        out = rule.forward(self.module, self._keep, *args, **kwargs)
+        out = self.run(self._keep, *args, **kwargs)
         missing = [part.name for part in self.parts.values() if part.name not in self.record.outputs]
         if missing and not self.lenient:
             raise Changed(f"layer {missing[0]} was called on inputs of another kind than before")

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
 from lapwing import tree
 from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import rule_for
-from lapwing.errors import InvalidValue
+from lapwing.errors import InvalidValue, NetworkFailed
 from lapwing.tangent import TangentModel
 
 PROBE = 4  # examples
@@ -193,7 +192,7 @@ def _run_in_steps(tangent: TangentModel, record: Record, x: Any) -> bool:
         return True
     try:  # without reading the gradients: rows of other layers may be of some examples only
         record.reverse(lambda: torch.autograd.grad(record.f, outs, zero, retain_graph=True, allow_unused=True))
-    except CheckpointError:
+    except NetworkFailed:
         return False
     return True
 

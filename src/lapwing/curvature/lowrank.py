@@ -148,7 +148,7 @@ class LowRank:
         entries = linalg.diagonal(op)
         own = torch.stack([entries[columns].sum() for columns in state.layout.slices().values()])
         true = weights.detach() @ state.sums["trace"]  # (parameters,)
-        shares = torch.where(true > 0, own / true, 1.0).tolist()
+        shares = torch.where(true > 0, own / true, 1.0).clamp(max=1.0).tolist()  # more than all of it is rounding
         total = float(own.sum() / true.sum()) if bool(true.any()) else 1.0
         return total, dict(zip(state.layout.names, shares, strict=True))
 

@@ -9,7 +9,7 @@ so nothing changes under J → J·diag(c) (units of an input, a ReLU layer scale
 - A *dead* weight (h_d = 0: a ReLU unit that no example reaches) would have infinite prior variance. It is dropped: held
   at its trained value with next to no variance (1e-30 of the least prior variance in its layer), no term in the
   evidence, and a line in coverage. h_d counts as 0 below (8 ε)² of its layer's largest, ε the rounding of the network's
-  dtype (float32 or better).
+  dtype (float32 or better), and a whole layer's below (8 ε)² of the network's largest, ε that of float64.
 - A *nearly* dead weight has a very wide prior. floor=f lifts h_d to at least f times the mean of its layer, for dead
   weights too. That breaks the invariance, so it is off by default.
 - In a Kronecker block diag(B ⊗ A) = diag(B) ⊗ diag(A): dropping and the floor act on each factor, so it stays one.
@@ -108,13 +108,29 @@ class GPrior(Gaussian):
 def second_moments(op: Any, layout: Layout, floor: float, eps: float) -> tuple[Tensor, Tensor]:
     """h (p,) of a curvature, floored or raised where dead, and which weights are dropped."""
     if isinstance(op, Blocks):
-        found = [_of_block(part, floor, eps) for part in op.parts]
+        moments = [linalg.diagonal(part).detach() for part in op.parts]
+        top = max((float(h.max()) for h in moments), default=0.0)
+        found = [
+            _none(h, top) if _is_rounding(h, top) else _of_block(part, floor, eps)
+            for part, h in zip(op.parts, moments, strict=True)
+        ]
         return op.join([h for h, _ in found]), op.join([dead for _, dead in found])
     h, dead = linalg.diagonal(op).detach().clone(), torch.zeros(op.size, dtype=torch.bool)
-    dead = dead.to(h.device)
+    dead, top = dead.to(h.device), float(h.max())
     for columns in _layers(layout):
-        h[columns], dead[columns] = _raised(h[columns], floor, eps)
+        own = h[columns]
+        h[columns], dead[columns] = _none(own, top) if _is_rounding(own, top) else _raised(own, floor, eps)
     return h, dead
+
+
+def _is_rounding(h: Tensor, top: float) -> bool:
+    """Whether a layer has no second moments beside the network's largest: what is there would give it a prior variance
+    without bounds."""
+    return 0 < float(h.max()) <= (ROUNDING * torch.finfo(torch.float64).eps) ** 2 * top
+
+
+def _none(h: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    return torch.full_like(h, DROPPED * top), torch.ones_like(h, dtype=torch.bool)
 
 
 def _of_block(op: Any, floor: float, eps: float) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from lapwing import tree
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, LapwingError, LapwingWarning, NetworkFailed
 from lapwing.tangent import proof
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
@@ -224,7 +224,15 @@ class TangentModel:
         the same weights, whatever has become of the user's."""
         held: list[T] = []
         call = Swapped(self.model, lambda *_: held.append(run()))  # type: ignore[arg-type]
-        functional_call(call, self._tensors(params), (None,))
+        try:
+            functional_call(call, self._tensors(params), (None,))
+        except (LapwingError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise NetworkFailed(
+                f"a reverse pass through the network failed: {type(error).__name__}: {error}; check that backward() "
+                "works on its outputs (a layer that changes its input in place does not, in a checkpoint)"
+            ) from error
         return held[0]
 
     def __call__(self, x: Any) -> Tensor:
