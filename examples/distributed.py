@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lapwing as lw
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "experiments"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "studies"))
 
 
 def loader(x: Tensor, y: Tensor) -> DataLoader:
@@ -67,7 +67,7 @@ def digits(tune: bool) -> None:
 
 
 def cifar10(images: int, samples: int) -> None:
-    from _networks import data, resnet, train_file  # what the experiments share
+    from _networks import data, resnet, train_file  # what the studies share
     from _networks import images as read
 
     x, y = read(train_file(), slice(0, images))

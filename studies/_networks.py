@@ -1,4 +1,4 @@
-"""What experiments on real networks share: the files of LAPWING_DATA, CIFAR-10 and its residual networks."""
+"""What studies of real networks share: the files of LAPWING_DATA, CIFAR-10 and its residual networks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def data(path: str) -> pathlib.Path:
     """A file of the folder that LAPWING_DATA names."""
     folder = os.environ.get("LAPWING_DATA")
     if folder is None or not (pathlib.Path(folder) / path).is_file():
-        raise SystemExit(f"this experiment reads {path} from the folder that LAPWING_DATA names; got {folder!r}")
+        raise SystemExit(f"this study reads {path} from the folder that LAPWING_DATA names; got {folder!r}")
     return pathlib.Path(folder) / path
 
 
@@ -30,7 +30,7 @@ def train_file() -> pathlib.Path:
     """The 50,000 training images, x (n, 32, 32, 3) uint8 and y: the file that LAPWING_CIFAR_TRAIN names."""
     path = os.environ.get(TRAIN)
     if path is None or not pathlib.Path(path).is_file():
-        raise SystemExit(f"this experiment reads CIFAR-10's training images from the file {TRAIN} names; got {path!r}")
+        raise SystemExit(f"this study reads CIFAR-10's training images from the file {TRAIN} names; got {path!r}")
     return pathlib.Path(path)
 
 

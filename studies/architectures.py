@@ -1,6 +1,6 @@
 """Does the evidence rank architectures as test data do? MLPs of several widths and depths and CNNs on Fashion-MNIST.
 
-    LAPWING_DATA=<folder> python experiments/architectures.py [--images 60000 2000] [--seeds 0 1]
+    LAPWING_DATA=<folder> python studies/architectures.py [--images 60000 2000] [--seeds 0 1]
 
 Each network is trained on training images alone, by Adam with a rate that falls to 0, with its precisions (one a layer)
 learnt on the way by `lw.OnlineEvidence`. The log evidence is then taken by a Kronecker-factored Laplace approximation
@@ -10,7 +10,8 @@ the NLL of the trained network, and Spearman's rank correlation of log evidence 
 images, the conditional evidence log p(D | D') = log Z(D) − log Z(D') too, D' the first 20,000 of D, each Z by its own
 training. And the evidence with the log-determinant of the true curvature, by Lanczos quadrature, at the precisions that
 the Kronecker-factored one chose.
-Writes `results/architectures.json`, `docs/figures/architectures.png` and the tables of `docs/architectures.md`.
+Writes `results/architectures.json`, `docs/studies/figures/architectures.png` and the tables of
+`docs/studies/architectures.md`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ BATCH, RATE, UPDATES, RESAMPLED = 100, 1e-3, 5, 2_000
 EPOCHS = {60_000: 10, 2_000: 60}  # by the convergence of the evidence on a seed of its own; see the page
 WHOLE, FIRST, FIRST_EPOCHS = 60_000, 20_000, 30  # images to condition on; in as many steps as all of them take
 PROBES, SETTLED = 2, 0.001  # of the log-determinant of the true curvature; nats an image in the last quarter of steps
-RESULTS, PAGE = HERE / "results" / "architectures.json", HERE.parent / "docs" / "architectures.md"
-FIGURE = HERE.parent / "docs" / "figures" / "architectures.png"
+RESULTS, PAGE = HERE / "results" / "architectures.json", HERE.parent / "docs" / "studies" / "architectures.md"
+FIGURE = HERE.parent / "docs" / "studies" / "figures" / "architectures.png"
 Data = tuple[Tensor, Tensor]
 Runs = dict[str, list[dict[str, Any]]]  # of each network, one a seed
 LABELS = {
@@ -123,7 +124,7 @@ def images(count: int, seed: int) -> tuple[Data, Data]:
     """`count` training images, drawn by the seed, and all test images."""
     folder = os.environ.get("LAPWING_DATA")
     if folder is None or not pathlib.Path(folder, "fashion_mnist.npz").is_file():
-        raise SystemExit(f"skipped: this experiment reads fashion_mnist.npz from LAPWING_DATA; got {folder!r}")
+        raise SystemExit(f"skipped: this study reads fashion_mnist.npz from LAPWING_DATA; got {folder!r}")
     stored = np.load(pathlib.Path(folder, "fashion_mnist.npz"))
     index = np.random.default_rng(seed).permutation(len(stored["y_train"]))[:count]
 

@@ -1,6 +1,6 @@
 """CIFAR-10 by trained ResNets: what Laplace approximations make of their probabilities, in one table.
 
-    LAPWING_DATA=<folder> LAPWING_CIFAR_TRAIN=<cifar10_train.npz> python experiments/cifar10.py [--rows map ...]
+    LAPWING_DATA=<folder> LAPWING_CIFAR_TRAIN=<cifar10_train.npz> python studies/cifar10.py [--rows map ...]
 
 LAPWING_CIFAR_TRAIN names a file with the 50,000 training images, x (n, 32, 32, 3) uint8 and y. The networks were
 trained on all of them, so labels that were held out can only come from the test set: rows that use labels choose among
@@ -9,7 +9,7 @@ a few settings by the NLL of 1,000 random test images and are scored on the othe
 10,000. Differences between rows are paired, image by image.
 
 What takes long (logits, curvature, covariances of outputs) is kept in LAPWING_CACHE (out/cifar10 unless set). Rows that
-are run again replace their entries in `results/cifar10.json`, and the table of `docs/cifar10.md` is written anew.
+are run again replace their entries in `results/cifar10.json`; the table of `docs/studies/cifar10.md` is written anew.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lapwing.posterior import curvature
 from _common import clocks, machine, versions  # isort: skip  (benchmarks/, which _networks puts on the path)
 
 HERE = pathlib.Path(__file__).parent
-RESULTS, PAGE = HERE / "results" / "cifar10.json", HERE.parent / "docs" / "cifar10.md"
+RESULTS, PAGE = HERE / "results" / "cifar10.json", HERE.parent / "docs" / "studies" / "cifar10.md"
 CACHE = pathlib.Path(os.environ.get("LAPWING_CACHE", HERE.parent / "out" / "cifar10"))
 SPLITS, HELD_OUT, BINS, BATCH, SHARDS = 5, 1_000, 15, 128, 5
 BASELINES = ("map", "temperature", "isotropic:labels:monte_carlo")

@@ -1,7 +1,7 @@
 """Noise that depends on the input: natural parameters and Laplace against the remedies of the literature.
 
-    pip install -c constraints.txt "lapwing[experiments]"
-    LAPWING_DATA=<folder> python experiments/heteroscedastic.py [--sets boston ...] [--only sets motorcycle]
+    pip install -c constraints.txt "lapwing[studies]"
+    LAPWING_DATA=<folder> python studies/heteroscedastic.py [--sets boston ...] [--only sets motorcycle]
 
 One network for all, y | x ~ N(μ, s²): one hidden layer of 50 units (tanh), two outputs (one where there is one noise).
 
@@ -15,8 +15,8 @@ One network for all, y | x ~ N(μ, s²): one hidden layer of 50 units (tanh), tw
 
 M. Seitzer et al. On the pitfalls of heteroscedastic uncertainty estimation with probabilistic neural nets. ICLR 2022.
 A. Stirn et al. Faithful heteroscedastic regression with neural networks. AISTATS 2023.
-Writes `results/heteroscedastic.json` (another run adds the splits that it lacks), `docs/figures/heteroscedastic.png`
-and the tables of `docs/heteroscedastic.md`.
+Writes `results/heteroscedastic.json` (another run adds the splits that it lacks),
+`docs/studies/figures/heteroscedastic.png` and the tables of `docs/studies/heteroscedastic.md`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ WIDTH, BATCH, RATE, STEPS, EVERY = 50, 100, 3e-2, 2_000, 100  # validated every 
 DECAYS, HELD, MEMBERS = (0.01, 0.3, 10.0), 0.2, 5
 UPDATE, DRAWS = 200, 512  # steps between updates of the prior in training; draws of (η₁, η₂)
 SPLITS, PARTS = 5, ("motorcycle", "sets")
-RESULTS, PAGE = HERE / "results" / "heteroscedastic.json", HERE.parent / "docs" / "heteroscedastic.md"
-FIGURE = HERE.parent / "docs" / "figures" / "heteroscedastic.png"
+RESULTS, PAGE = HERE / "results" / "heteroscedastic.json", HERE.parent / "docs" / "studies" / "heteroscedastic.md"
+FIGURE = HERE.parent / "docs" / "studies" / "figures" / "heteroscedastic.png"
 FIT, KINDS = "natural, evidence", ("tangent, draws", "tangent, delta", "network, draws", "network, delta")
 MAIN = f"{FIT}, {KINDS[0]}"
 RIVALS = (

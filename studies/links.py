@@ -1,6 +1,6 @@
 """Links from a Gaussian over logits to class probabilities, against the mean of softmax over 100,000 draws.
 
-    python experiments/links.py [--draws 100000] [--seed 0]
+    python studies/links.py [--draws 100000] [--seed 0]
 
 Two kinds of Gaussian. Drawn: means N(0, 2²) and covariances of a typical standard deviation, for 2 to 100 classes, with
 independent logits of equal variance ("isotropic"), a random full covariance of the differences ("correlated"), and the
@@ -11,7 +11,7 @@ For each link: total variation ½ Σ |p − p*| from the truth p*, its mean and 
 negative log-likelihood of the labels beside the truth's. "mean" is softmax(μ), no link at all; "iid 32" and "iid 512"
 average that many random draws, as Monte-Carlo is commonly done. Truths of two halves of the draws tell how well p* is
 known.
-Writes experiments/results/links.json.
+Writes studies/results/links.json.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def main() -> None:
         "torch": torch.__version__,
         "results": results,
     }
-    target = ROOT / "experiments/results/links.json"
+    target = ROOT / "studies/results/links.json"
     target.write_text(json.dumps(record, indent=1) + "\n")
     print("written to", target.relative_to(ROOT))
 

@@ -1,7 +1,7 @@
 """The founding result, pictured: which prior precision the evidence picks in networks with normalization layers.
 
     pip install -c constraints.txt "lapwing[demo]"
-    python experiments/normalization.py [--seeds FIRST COUNT]
+    python studies/normalization.py [--seeds FIRST COUNT]
 
 A network with normalization does not change when its weights are scaled, the prior does; so the trained weights θ* are
 no mode, and for a Gaussian likelihood the evidence taken there is off by exactly
@@ -12,7 +12,7 @@ no mode, and for a Gaussian likelihood the evidence taken there is off by exactl
 points in two clusters with a gap, y = sin 2.5x + noise; two hidden layers of 50, ReLU, biases before the normalization,
 float64, full-batch Adam without weight decay, batch-norm statistics of all the training data. The setting was picked on
 seeds 0 to 9; the record is of seeds 100 to 109, and those only are written to `results/normalization.json` and
-`docs/normalization.md`; other seeds write to `out/normalization`.
+`docs/studies/normalization.md`; other seeds write to `out/normalization`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SIGMAS = torch.logspace(-1.3, -0.3, 18, dtype=torch.float64).tolist()
 SCALES = (0.1, 10.0, 100.0)  # of a layer-normalized layer
 FLOOR = 0.1
 NORMS = ("batch", "layer", "none")
-PAGE, MARKS = HERE.parent / "docs" / "normalization.md", ("<!-- tables -->", "<!-- end of tables -->")
+PAGE, MARKS = HERE.parent / "docs" / "studies" / "normalization.md", ("<!-- tables -->", "<!-- end of tables -->")
 
 Data = tuple[Tensor, Tensor]
 
@@ -448,7 +448,10 @@ def main() -> None:
     print(tables, *bars, sep="\n")
     out = HERE.parent / "out" / "normalization"
     out.mkdir(parents=True, exist_ok=True)
-    figure(first, HERE.parent / "docs" / "figures" / "normalization.png" if record else out / "normalization.png")
+    figure(
+        first,
+        HERE.parent / "docs" / "studies" / "figures" / "normalization.png" if record else out / "normalization.png",
+    )
     body = {
         "experiment": "normalization",
         "date": datetime.date.today().isoformat(),

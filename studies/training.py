@@ -1,12 +1,12 @@
 """Standard training against training by evidence: a small CNN on 10,000 images of CIFAR-10, curves of train and test.
 
-    LAPWING_DATA=/path/to/data python experiments/training.py [--epochs 40] [--seed 0]
+    LAPWING_DATA=/path/to/data python studies/training.py [--epochs 40] [--seed 0]
 
 Three runs of the same network from the same weights, by Adam: without weight decay, with the customary 5e-4, and with a
 precision a layer learnt by `lw.OnlineEvidence` (kron, one Monte-Carlo sample) in the same single training. No
 augmentation, no early stopping, no validation set. Where cifar10_train.npz is there, its first 10,000 images are for
 training and the 10,000 of the test set for testing; else the test set is cut, 8,000 and 2,000, and the record says so.
-Writes docs/figures/training.png and experiments/results/training.json.
+Writes docs/studies/figures/training.png and studies/results/training.json.
 """
 
 from __future__ import annotations
@@ -157,11 +157,11 @@ def main() -> None:
         "torch": torch.__version__,
         "runs": results,
     }
-    target = ROOT / "experiments/results/training.json"
+    target = ROOT / "studies/results/training.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(record, indent=1) + "\n")
-    draw(results, ROOT / "docs/figures/training.png")
-    print("written to", target.relative_to(ROOT), "and docs/figures/training.png")
+    draw(results, ROOT / "docs/studies/figures/training.png")
+    print("written to", target.relative_to(ROOT), "and docs/studies/figures/training.png")
 
 
 if __name__ == "__main__":

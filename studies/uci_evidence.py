@@ -1,7 +1,7 @@
 """Which prior precision predicts real data best: five choices for batch-norm networks, on held-out data.
 
-    pip install -c constraints.txt "lapwing[experiments]"
-    LAPWING_DATA=<folder> python experiments/uci_evidence.py [--only regression digits fashion]
+    pip install -c constraints.txt "lapwing[studies]"
+    LAPWING_DATA=<folder> python studies/uci_evidence.py [--only regression digits fashion]
 
     naive       tuned(center="map"): the evidence at the trained weights, which are no mode
     tangent     tuned(): the evidence at the mode of the tangent model
@@ -12,7 +12,7 @@
 Everything is predicted about the *network's* mean, so that choices differ in error bars alone. Nine UCI regression sets
 (`uci_regression/*.npz`, standard splits 0 to 4, noise learnt), scikit-learn's digits and a part of Fashion-MNIST.
 Failures, bounds, warnings and searches that did not settle are counted. Writes `results/uci_evidence.json` and the
-tables of `docs/evidence_on_data.md`.
+tables of `docs/studies/evidence_on_data.md`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CLASS_GRID = (1.0, 10.0, 100.0, 1e3, 1e4)  # confident classifiers ask for more
 HELD, FLOOR = 0.2, 0.5
 SEEDS = {"digits": 5, "fashion": 3}
 PARTS = ("regression", "noise", *SEEDS)
-RESULTS, PAGE = HERE / "results" / "uci_evidence.json", HERE.parent / "docs" / "evidence_on_data.md"
+RESULTS, PAGE = HERE / "results" / "uci_evidence.json", HERE.parent / "docs" / "studies" / "evidence_on_data.md"
 MAIN = ("naive", "tangent", "layerwise", "g-prior")
 CHOICES = {  # the order of the tables
     "regression": (
@@ -66,7 +66,7 @@ Data = tuple[Tensor, Tensor]
 def folder() -> pathlib.Path:
     found = os.environ.get("LAPWING_DATA")
     if found is None or not pathlib.Path(found, "uci_regression").is_dir():
-        raise SystemExit(f"skipped: this experiment reads the folder that LAPWING_DATA names; got {found!r}")
+        raise SystemExit(f"skipped: this study reads the folder that LAPWING_DATA names; got {found!r}")
     return pathlib.Path(found)
 
 
