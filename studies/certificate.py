@@ -6,7 +6,7 @@ training inputs, on test inputs, and by leave-one-out as `certify` estimates it.
 Networks with two hidden layers of 50 tanh units; prior and noise are the exact posterior's, tuned. The exact ratios are
 by `structure="full"`, those of the certificate by 32 probes. `covered`: of 20 certificates of kron with seeds of their
 own, on two sets, how many intervals hold the value by leave-one-out over all training inputs. Writes
-`results/certificate.json` and the tables of `docs/guide/certificate.md`.
+`results/certificate.json` and the tables of `docs/studies/certificate.md`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REGRESSION = ("boston", "concrete", "energy", "yacht")
 CLASSES = ("glass", "vehicle", "waveform")
 STRUCTURES = ("kron", "ekfac", "diag", "block")
 SEEDS, COVERED = 20, ("energy", "yacht")  # certificates of kron, each with a seed of its own, on these sets
-RESULTS, PAGE = HERE / "results" / "certificate.json", HERE.parent / "docs" / "guide" / "certificate.md"
+RESULTS, PAGE = HERE / "results" / "certificate.json", HERE.parent / "docs" / "studies" / "certificate.md"
 
 
 def class_data(name: str) -> tuple[uci.Data, uci.Data]:

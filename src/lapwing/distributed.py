@@ -13,7 +13,7 @@ What needs the data of all ranks sees the columns of all for a while (`joint`), 
 to the ranks that own them (`returned`).
 
 `traffic` counts bytes and messages as they are handed to a collective: "sum", "gather" and "scatter" for what the cost
-model of docs/guide/scaling.md counts (as they are, also where they travel with a header), "control" for the rest.
+model of docs/reference/cost_model.md counts (as they are, also where they travel with a header), "control" for the rest.
 """
 
 from __future__ import annotations
