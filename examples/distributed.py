@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/distributed.py fit
     torchrun --nproc-per-node 2 examples/distributed.py tune
-    LAPWING_DATA=<folder> LAPWING_CIFAR_TRAIN=<cifar10_train.npz> \\
-        torchrun --nproc-per-node 2 examples/distributed.py cifar10 --images 128 --samples 4
+    LAPWING_DATA=<folder> torchrun --nproc-per-node 2 examples/distributed.py cifar10 --images 128 --samples 4
 
 `fit` and `tune` train a small network on scikit-learn's digits; `cifar10` takes samples of the posterior of a trained
 ResNet-20 by conjugate gradients, without a matrix. Without torchrun the script is one process, and does the same.

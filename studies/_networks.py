@@ -22,15 +22,19 @@ def data(path: str) -> pathlib.Path:
     """A file of the folder that LAPWING_DATA names."""
     folder = os.environ.get("LAPWING_DATA")
     if folder is None or not (pathlib.Path(folder) / path).is_file():
-        raise SystemExit(f"this study reads {path} from the folder that LAPWING_DATA names; got {folder!r}")
+        raise SystemExit(
+            f"this study reads {path} from the folder that LAPWING_DATA names; got {folder!r}. See studies/README.md"
+        )
     return pathlib.Path(folder) / path
 
 
 def train_file() -> pathlib.Path:
-    """The 50,000 training images, x (n, 32, 32, 3) uint8 and y: the file that LAPWING_CIFAR_TRAIN names."""
+    """The 50,000 training images, x (n, 32, 32, 3) uint8 and y: the file of LAPWING_CIFAR_TRAIN, if it is set."""
     path = os.environ.get(TRAIN)
-    if path is None or not pathlib.Path(path).is_file():
-        raise SystemExit(f"this study reads CIFAR-10's training images from the file {TRAIN} names; got {path!r}")
+    if path is None:
+        return data("cifar10/cifar10_train.npz")
+    if not pathlib.Path(path).is_file():
+        raise SystemExit(f"{TRAIN} must name the file of CIFAR-10's training images; got {path!r}")
     return pathlib.Path(path)
 
 

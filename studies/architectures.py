@@ -124,7 +124,9 @@ def images(count: int, seed: int) -> tuple[Data, Data]:
     """`count` training images, drawn by the seed, and all test images."""
     folder = os.environ.get("LAPWING_DATA")
     if folder is None or not pathlib.Path(folder, "fashion_mnist.npz").is_file():
-        raise SystemExit(f"skipped: this study reads fashion_mnist.npz from LAPWING_DATA; got {folder!r}")
+        raise SystemExit(
+            f"skipped: no fashion_mnist.npz in the folder of LAPWING_DATA, {folder!r}; see studies/README.md"
+        )
     stored = np.load(pathlib.Path(folder, "fashion_mnist.npz"))
     index = np.random.default_rng(seed).permutation(len(stored["y_train"]))[:count]
 

@@ -1,12 +1,12 @@
 """CIFAR-10 by trained ResNets: what Laplace approximations make of their probabilities, in one table.
 
-    LAPWING_DATA=<folder> LAPWING_CIFAR_TRAIN=<cifar10_train.npz> python studies/cifar10.py [--rows map ...]
+    LAPWING_DATA=<folder> python studies/cifar10.py [--rows map ...]
 
-LAPWING_CIFAR_TRAIN names a file with the 50,000 training images, x (n, 32, 32, 3) uint8 and y. The networks were
-trained on all of them, so labels that were held out can only come from the test set: rows that use labels choose among
-a few settings by the NLL of 1,000 random test images and are scored on the other 9,000, for each of five choices of the
-1,000; an image's score is its mean over the choices that leave it to be scored. Rows without labels are scored on all
-10,000. Differences between rows are paired, image by image.
+The 50,000 training images are those of cifar10/cifar10_train.npz, or of the file that LAPWING_CIFAR_TRAIN names. The
+networks were trained on all of them, so labels that were held out can only come from the test set: rows that use labels
+choose among a few settings by the NLL of 1,000 random test images and are scored on the other 9,000, for each of five
+choices of the 1,000; an image's score is its mean over the choices that leave it to be scored. Rows without labels are
+scored on all 10,000. Differences between rows are paired, image by image.
 
 What takes long (logits, curvature, covariances of outputs) is kept in LAPWING_CACHE (out/cifar10 unless set). Rows that
 are run again replace their entries in `results/cifar10.json`; the table of `docs/studies/cifar10.md` is written anew.

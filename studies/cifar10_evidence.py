@@ -1,6 +1,6 @@
 """Why the evidence over all layers picks too small a prior precision on CIFAR-10, and what moves it.
 
-    LAPWING_DATA=<folder> LAPWING_CIFAR_TRAIN=<file> python studies/cifar10_evidence.py [--only precisions ...]
+    LAPWING_DATA=<folder> python studies/cifar10_evidence.py [--only precisions ...]
 
 On a part of the images (600 of the test set, 300 of the training set), with the curvature of `cifar10.py`:
 

@@ -40,7 +40,7 @@ Data = tuple[Tensor, Tensor]
 def images() -> tuple[Data, Data, str]:
     folder = os.environ.get("LAPWING_DATA")
     if folder is None or not (pathlib.Path(folder) / "cifar10/cifar10_test.npz").is_file():
-        raise SystemExit("set LAPWING_DATA to the folder that holds cifar10/cifar10_test.npz")
+        raise SystemExit("set LAPWING_DATA to the folder that holds cifar10/cifar10_test.npz; see studies/README.md")
     root = pathlib.Path(folder) / "cifar10"
     test = _load(root / "cifar10_test.npz")
     if (root / "cifar10_train.npz").is_file():

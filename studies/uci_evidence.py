@@ -66,7 +66,7 @@ Data = tuple[Tensor, Tensor]
 def folder() -> pathlib.Path:
     found = os.environ.get("LAPWING_DATA")
     if found is None or not pathlib.Path(found, "uci_regression").is_dir():
-        raise SystemExit(f"skipped: this study reads the folder that LAPWING_DATA names; got {found!r}")
+        raise SystemExit(f"skipped: no uci_regression/ in the folder of LAPWING_DATA, {found!r}; see studies/README.md")
     return pathlib.Path(found)
 
 
