@@ -38,7 +38,7 @@ $(DSTAMP): pyproject.toml constraints.txt
 	touch $@
 
 docs: $(DSTAMP)
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build  # not --quiet, under which warnings are no errors
 	@echo "open out/site/index.html"
 
 # Opt-in: the public data of studies that package registries have, into out/data; says what cannot be had.
