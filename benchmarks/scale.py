@@ -175,7 +175,7 @@ def coupling(_: argparse.Namespace) -> dict[str, Any]:
 
     "few": all rows of 128 images. "all": rows drawn from all training images such that E RᵀR = G, with the Kronecker
     factors of 2,000 of them. "one layer": the same, as if the network had only that layer's weights."""
-    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "experiments"))
+    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "studies"))
     from cifar10_samples import HeldRoot, drawn
 
     net, loader = cifar(50_000)

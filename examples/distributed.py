@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/distributed.py fit
     torchrun --nproc-per-node 2 examples/distributed.py tune
-    LAPWING_DATA=<folder> LAPWING_CIFAR_TRAIN=<cifar10_train.npz> \\
-        torchrun --nproc-per-node 2 examples/distributed.py cifar10 --images 128 --samples 4
+    LAPWING_DATA=<folder> torchrun --nproc-per-node 2 examples/distributed.py cifar10 --images 128 --samples 4
 
 `fit` and `tune` train a small network on scikit-learn's digits; `cifar10` takes samples of the posterior of a trained
 ResNet-20 by conjugate gradients, without a matrix. Without torchrun the script is one process, and does the same.
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lapwing as lw
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "experiments"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "studies"))
 
 
 def loader(x: Tensor, y: Tensor) -> DataLoader:
@@ -67,7 +66,7 @@ def digits(tune: bool) -> None:
 
 
 def cifar10(images: int, samples: int) -> None:
-    from _networks import data, resnet, train_file  # what the experiments share
+    from _networks import data, resnet, train_file  # what the studies share
     from _networks import images as read
 
     x, y = read(train_file(), slice(0, images))

@@ -688,7 +688,7 @@ def test_sums_are_in_one_basis_though_eigenvectors_differ(folder: Path) -> None:
 
 
 def test_bytes_are_those_of_the_cost_model(folder: Path) -> None:
-    """docs/scaling.md, for a layer 3 → 5 with bias, a layer norm of 5 and a layer 5 → 2: P = 20 + 10 + 12."""
+    """docs/reference/cost_model.md, for a layer 3 → 5 with bias, a layer norm of 5, a layer 5 → 2: P = 20 + 10 + 12."""
     kron = (4 * 4 + 5 * 5 + 1) + 10 * 10 + (6 * 6 + 2 * 2 + 1)
     expected = {
         "primal": 42 * 42 + 1,

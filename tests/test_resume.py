@@ -218,7 +218,7 @@ def test_progress_tells_where_it_resumed(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_checkpoint_takes_the_bytes_that_are_said(tmp_path: Path) -> None:
-    """docs/continual.md, in float64: factors of 8 bytes, not 4."""
+    """docs/guide/continual.md, in float64: factors of 8 bytes, not 4."""
     model, x, y = problem()
     path, p, sides = tmp_path / "file", 26, 4**2 + 4**2 + 5**2 + 2**2
     for structure, at, expected in [

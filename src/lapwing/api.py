@@ -536,9 +536,9 @@ def laplace(
     prior: a precision, "layerwise", "gprior", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
     "empirical", "hessian" or an object. memory_budget: bytes of working memory (1 GiB).
     process_group: "world" or a torch.distributed group, each process of which calls this with its own shard of the data
-    (see docs/scaling.md); the result is the same on all, and so must be every call of its methods.
+    (see docs/guide/scaling.md); the result is the same on all, and so must be every call of its methods.
     checkpoint: a file that is written after every `every` batches (100); a fit that finds it there goes on from it to
-    the same bits, and refuses that of another fit; it is removed when the fit is done (see docs/continual.md).
+    the same bits, and refuses that of another fit; it is removed when the fit is done (see docs/guide/continual.md).
     """
     ranks = as_ranks(process_group)
     with ranks.told("reading the arguments"):

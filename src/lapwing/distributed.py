@@ -12,8 +12,8 @@ Columns (samples, right-hand sides, probes) are spread over ranks: of k columns 
 What needs the data of all ranks sees the columns of all for a while (`joint`), and what it sums over the data goes back
 to the ranks that own them (`returned`).
 
-`traffic` counts bytes and messages as they are handed to a collective: "sum", "gather" and "scatter" for what the cost
-model of docs/scaling.md counts (as they are, also where they travel with a header), "control" for the rest.
+`traffic` counts bytes and messages as they are handed to a collective: "sum", "gather" and "scatter" for what
+docs/reference/cost_model.md counts (as they are, also where they travel with a header), "control" for the rest.
 """
 
 from __future__ import annotations
