@@ -123,12 +123,9 @@ def as_shard(data: Any, ranks: Ranks) -> Any:
         return as_batches(data if ranks.alone or isinstance(data, Shard) else Shard(data, ranks), sharded=True)
 
 
-def as_budget(memory_budget: int | None) -> int:
-    if memory_budget is None:
-        return BUDGET
-    if not isinstance(memory_budget, int) or memory_budget < 2**16:
-        raise InvalidValue(f"memory_budget is a number of bytes, at least {2**16}; got {memory_budget!r}")
-    return memory_budget
+def as_budget(memory_budget: float | None) -> int:
+    """Bytes of working memory; None is BUDGET, 2e9 is a whole number."""
+    return BUDGET if memory_budget is None else given.memory(memory_budget, least=2**16)
 
 
 def facts(

@@ -20,7 +20,7 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.gram import add_gram, mirrored
 from lapwing.curvature.hessian import HessianSum
-from lapwing.curvature.memory import physical_memory
+from lapwing.curvature.memory import count_bytes, physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.curvature.state import Kept, State, register
@@ -40,6 +40,7 @@ class Full:
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
+        count_bytes(self)
         if self.form not in ("auto", "primal", "dual"):
             raise InvalidValue(f"form must be 'auto', 'primal' or 'dual', got {self.form!r}")
 

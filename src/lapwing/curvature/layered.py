@@ -21,6 +21,7 @@ from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover, explain
 from lapwing.curvature.factor import Factor
+from lapwing.curvature.memory import count_bytes
 from lapwing.curvature.parts import Part, check_parts
 from lapwing.curvature.state import Kept, State
 from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum, Room, expected
@@ -47,6 +48,9 @@ class Layered:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         registry.enter("structure", cls)
+
+    def __post_init__(self) -> None:
+        count_bytes(self)
 
     def kind_of(self, part: Part) -> str:
         raise NotImplementedError
@@ -97,6 +101,13 @@ class Kronecker(Layered):
     sharing: str = "expand"  # over shared positions: "expand" or "reduce"
 
     def __post_init__(self) -> None:
+        if self.memory_budget in ("expand", "reduce"):  # the first argument, meant for the second
+            name = type(self).__name__
+            raise InvalidValue(
+                f"memory_budget, the first argument of {name}, is a number of bytes; got {self.memory_budget!r}: say "
+                f"{name}(sharing={self.memory_budget!r})"
+            )
+        super().__post_init__()
         if self.sharing not in ("expand", "reduce"):
             raise InvalidValue(f"sharing must be 'expand' or 'reduce', got {self.sharing!r}")
 

@@ -24,7 +24,7 @@ from lapwing import given, tree
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.memory import physical_memory
+from lapwing.curvature.memory import count_bytes, physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import Kept, State, register
@@ -46,6 +46,7 @@ class LowRank:
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
+        count_bytes(self)
         given.whole(self.rank, "the rank of lowrank", 1)
         given.whole(self.passes, "the passes of lowrank", 1)
 

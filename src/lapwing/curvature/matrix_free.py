@@ -26,6 +26,7 @@ from lapwing.curvature.checkpoint import Checkpoint
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Diagonal, Kronecker
 from lapwing.curvature.lowrank import COPIES, LowRank
+from lapwing.curvature.memory import count_bytes
 from lapwing.curvature.parts import Part
 from lapwing.curvature.products import carry, pieces
 from lapwing.curvature.state import Kept, State, differing, register
@@ -351,6 +352,7 @@ class MatrixFree:
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
+        count_bytes(self)
         if self.solver not in ("cg", "sgd"):
             raise InvalidValue(f"solver must be 'cg' or 'sgd', got {self.solver!r}")
         if self.preconditioner not in ("auto", *PRECONDITIONERS):

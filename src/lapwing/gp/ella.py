@@ -50,7 +50,7 @@ def ella(
     prior: Any = 1.0,
     subset: Any = "all",
     forward: Any = None,
-    memory_budget: int | None = None,
+    memory_budget: float | None = None,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Ella:

@@ -51,7 +51,7 @@ def predict(
     memory_budget: int = 2**30,
 ) -> Prediction:
     """Predict at x, about f(x), or about h(x, v̄) = f(x) + J(x)(v̄ − θ*) where a center v̄ is given."""
-    samples = given.whole(samples, "samples", 1)
+    samples, memory_budget = given.whole(samples, "samples", 1), given.memory(memory_budget)
     ranks = posterior.precision.ranks if isinstance(posterior.precision, Streamed) else ALONE
     with ranks.told("reading the inputs"):
         check_finite(x, "the inputs")
