@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from lapwing import tree
 from lapwing.errors import InvalidValue, RankFailed
+from lapwing.splitmix import GOLDEN
 
 WORDS = 126  # numbers that travel with a header
 SMALL = 2**16  # bytes up to which tensors travel together
@@ -416,6 +417,6 @@ def _checksum(tensors: Sequence[Tensor]) -> int:
     pieces = (part for tensor in tensors for part in tensor.detach().reshape(-1).to(torch.float64).split(CHUNK))
     for i, part in enumerate(pieces):
         words = part.contiguous().view(torch.int64)
-        place = torch.arange(1, len(words) + 1, device=words.device) * -7046029254386353131 | 1
+        place = torch.arange(1, len(words) + 1, device=words.device) * GOLDEN | 1
         total += (2 * i + 1) * int(((words ^ (words >> 29)) * place).sum())
     return (total + 2**63) % 2**64 - 2**63

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lapwing.errors import InvalidValue
+from lapwing.splitmix import mixed_signed
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,22 +169,15 @@ def row_digests(batch: Any) -> Tensor:
     found = tensors(batch)
     total = _row_digests(found[0])
     for tensor in found[1:]:
-        total = _mixed(total) + _row_digests(tensor)
+        total = mixed_signed(total) + _row_digests(tensor)
     return total
 
 
 def _row_digests(rows: Tensor) -> Tensor:
     bits = rows.detach().reshape(len(rows), -1).cpu().to(torch.float32) + 0.0  # −0 is 0
     words = bits.view(torch.int32).to(torch.int64)
-    place = _mixed(torch.arange(1, words.shape[1] + 1))
-    return _mixed(_mixed(words + place).sum(1))
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64, in int64 that wraps; shifts that keep the sign do no harm to a hash."""
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return x ^ (x >> 31)
+    place = mixed_signed(torch.arange(1, words.shape[1] + 1))
+    return mixed_signed(mixed_signed(words + place).sum(1))
 
 
 def raw(tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal, HeldRows, Mixed, RootPlusDiagonal, linalg
 from lapwing.packing import Expected
 from lapwing.solvers.nystrom import from_sketch, mixed_root, span_of
+from lapwing.splitmix import GOLDEN, mixed, unsigned_shift
 from lapwing.tangent import TangentModel
 
 COPIES = 6  # of (k, p) in float64 that are held at once, at the most
@@ -219,17 +220,10 @@ class SketchSum:
 
 def pseudorandom(k: int, tangent: TangentModel) -> Tensor:
     """Ω (k, p): entry (i, j) is uniform in [−½, ½), a hash of i and j (splitmix64), bit for bit the same on every
-    machine, so that no state needs to keep it. Source: Steele, Lea and Flood 2014."""
+    machine, so that no state needs to keep it."""
     p = tangent.layout.size
     out = torch.empty(k, p, dtype=torch.float64)
     for i, row in enumerate(out):
-        z = (torch.arange(1, p + 1) + i * p) * -7046029254386353131
-        z = (z ^ _right(z, 30)) * -4658895280553007687
-        z = (z ^ _right(z, 27)) * -7723592293110705685
-        row[:] = _right(z ^ _right(z, 31), 11).to(torch.float64) * 2.0**-53 - 0.5
+        z = mixed((torch.arange(1, p + 1) + i * p) * GOLDEN)
+        row[:] = unsigned_shift(z, 11).to(torch.float64) * 2.0**-53 - 0.5
     return out.to(tangent.device)
-
-
-def _right(z: Tensor, bits: int) -> Tensor:
-    """z >> bits without its sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
