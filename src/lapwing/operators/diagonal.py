@@ -77,23 +77,6 @@ class Diagonal:
             return Diagonal(self.values[groups].reshape(1), len(index), unit=unit)
         return Diagonal(self.values, len(index), groups, unit)
 
-    def restrict(self, columns: slice) -> Diagonal:
-        """The diagonal of a range of entries; uniform where all of them share one value."""
-        size = len(range(*columns.indices(self.size)))
-        unit = None if self.unit is None else self.unit[columns]
-        if self.single:
-            return Diagonal(self.values, size, unit=unit)
-        if self.index is None:
-            return Diagonal(self.values[columns], size, unit=unit)
-        index = self.index[columns]
-        if bool((index == index[0]).all()):
-            return Diagonal(self.values[index[0]].reshape(1), size, unit=unit)
-        return Diagonal(self.values, size, index, unit)
-
-
-def element_wise(values: Tensor) -> Diagonal:
-    return Diagonal(values.to(torch.float64), values.numel())
-
 
 @linalg.mv.register
 def _(op: Diagonal, v: Tensor) -> Tensor:
