@@ -541,11 +541,11 @@ def laplace(
     the same bits, and refuses that of another fit; it is removed when the fit is done (see docs/continual.md).
     """
     ranks = as_ranks(process_group)
-    with ranks.told("reading the arguments"):
+    with ranks.sharing_errors("reading the arguments"):
         budget, likelihood = as_budget(memory_budget), as_likelihood(likelihood)
     batches = as_shard(data, ranks)
     tangent = as_tangent(model, batches, subset, forward)
-    with ranks.told("reading the prior"):
+    with ranks.sharing_errors("reading the prior"):
         bound = as_prior(prior, tangent.layout, tangent.device)
     ranks.agree(
         facts(tangent, likelihood, bound, structure, factor, budget, generator),

@@ -99,7 +99,7 @@ def as_tangent(model: Any, batches: Any, subset: Any, forward: Any) -> TangentMo
     example = first_inputs(batches, device)
     if forward is None and isinstance(example, Tensor):
         example = example[:FEW]  # enough to trace
-    with ranks_of(batches).told("linearizing the network"):
+    with ranks_of(batches).sharing_errors("linearizing the network"):
         return linearize(model, subset, forward=forward, example=example)
 
 
@@ -119,7 +119,7 @@ def as_ranks(process_group: Any) -> Ranks:
 
 def as_shard(data: Any, ranks: Ranks) -> Any:
     """Batches, of which each rank has a shard where there are several."""
-    with ranks.told("reading the arguments"):
+    with ranks.sharing_errors("reading the arguments"):
         return as_batches(data if ranks.alone or isinstance(data, Shard) else Shard(data, ranks), sharded=True)
 
 

@@ -250,7 +250,7 @@ def passes(
 def first_inputs(batches: Iterable[Any], device: torch.device) -> Any:
     """The inputs of the first batch; of shards, that of the first rank that has one, so that all ranks see the same."""
     ranks = ranks_of(batches)
-    with ranks.told("reading the first batch"):
+    with ranks.sharing_errors("reading the first batch"):
         mine = next((x for x, _ in passes(batches, device)), None)
     found = ranks.first(mine, "the first batch")
     if found is None:

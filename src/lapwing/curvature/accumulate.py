@@ -88,7 +88,7 @@ def probe(tangent: TangentModel, batches: Iterable[Any], likelihood: Likelihood 
     f = tangent(first)
     if likelihood is not None and looks_applied(likelihood, flat_outputs(f)):
         check_applied(tangent, likelihood, flat_outputs(tangent(some)), some)
-    with ranks.told("counting the examples"):
+    with ranks.sharing_errors("counting the examples"):
         fixed.check_examples(batches)
         n, sums = loading.examples(batches), torch.full((5,), torch.nan, dtype=torch.float64)
         if n is None:
@@ -246,7 +246,7 @@ class Pass:
             4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs
         )  # bytes of u, an example
         size = max(1, getattr(self.structure, "memory_budget", BUDGET) // 4 // each)
-        with ranks.told(f"the pass of {self.structure}"):
+        with ranks.sharing_errors(f"the pass of {self.structure}"):
             running, label = Running(accumulator), str(self.structure)
             if journal is not None:
                 journal.resume(running, own, likelihood, self.tangent.device)
@@ -257,7 +257,7 @@ class Pass:
             for x, y in _pieces(self.tangent, stream, size):
                 loading.check_finite(x, "the inputs")
                 running.read(x, y)
-                x, y = _heard(self.tangent, likelihood, x, y, running)
+                x, y = _without_ignored(self.tangent, likelihood, x, y, running)
                 if isinstance(y, Tensor) and y.ndim and not len(y):
                     continue
                 f = accumulator.forward(x)
@@ -315,7 +315,9 @@ def _pieces(tangent: TangentModel, batches: Iterable[Any], size: int) -> Iterato
                 yield tree.rows_of(x, index), y[index]
 
 
-def _heard(tangent: TangentModel, likelihood: Likelihood, x: Any, y: Any, running: Running) -> tuple[Any, Any]:
+def _without_ignored(
+    tangent: TangentModel, likelihood: Likelihood, x: Any, y: Any, running: Running
+) -> tuple[Any, Any]:
     """A batch without examples whose every target is ignored: they count, and no factor of the curvature sees them."""
     rows = likelihood.kept(y) if isinstance(y, Tensor) and y.ndim else None
     if rows is None or bool(rows.all()) or not tangent.separable(x):

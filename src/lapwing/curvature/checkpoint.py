@@ -65,7 +65,7 @@ class Checkpoint:
         identity = {**identity, "the number of ranks": ranks.size}
         journal = Journal(replace(self, path=path), structures[0], identity, outputs.detach())
         try:
-            with ranks.told(f"opening the checkpoint {self.path}"):
+            with ranks.sharing_errors(f"opening the checkpoint {self.path}"):
                 journal.open(structures)
         except BaseException:  # here, or on another rank
             journal.lock.close()

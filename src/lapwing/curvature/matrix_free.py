@@ -102,7 +102,7 @@ class DataRoot:
         sums, watch = self._sums(len(v)), _Watch(self)
         if not len(v):
             return sums[:, : self.size], sums[:, self.size :]
-        with self.ranks.told("a product"):
+        with self.ranks.sharing_errors("a product"):
             for x, y in self._each():
                 for piece, targets in pieces(self.tangent, x, y, len(v)):
                     self._add(piece, targets, v, weights, sums, watch)
@@ -134,7 +134,7 @@ class DataRoot:
         if not bool(torch.isfinite(total.sum())):
             names, largest = overflow.not_finite(self.tangent, x), float(v.abs().max())
             why = (
-                overflow.told(names, self.tangent)
+                overflow.not_finite_by(names, self.tangent)
                 if names
                 else f"a product with numbers up to {largest:.2g} overflows; raise the prior precision, or "
                 + overflow.remedy(self.tangent)
@@ -157,7 +157,7 @@ class DataRoot:
         while True:
             watch, batches, n = _Watch(self), self._each(), self.n
             while n:
-                with self.ranks.told("a minibatch"):
+                with self.ranks.sharing_errors("a minibatch"):
                     batch = next(batches, None)
                     if batch is not None:
                         watch.see(flat_outputs(self.tangent(batch[0])), batch[1])
@@ -172,7 +172,7 @@ class DataRoot:
         if not len(v):
             return v
         sums = self._sums(len(v))
-        with self.ranks.told("a minibatch"):
+        with self.ranks.sharing_errors("a minibatch"):
             for piece, targets in () if batch is None else pieces(self.tangent, *batch, len(v)):
                 self._add(piece, targets, v, weights, sums, None)
         out = self.ranks.returned(sums, counts, "a minibatch")
@@ -188,7 +188,7 @@ class DataRoot:
         every, counts = ranks.joint(columns, "the noise of the data")
         k = len(every)  # one at the least
         total = torch.zeros(k, self.weights, self.size, dtype=torch.float64, device=self.tangent.device)
-        with ranks.told("the noise of the data"):
+        with ranks.sharing_errors("the noise of the data"):
             for x, y in self._each():
                 f = self.tangent(x)
                 flat = flat_outputs(f)

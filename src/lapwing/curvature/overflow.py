@@ -31,10 +31,10 @@ def check_sums(state: State, batches: Any = None) -> State:
     what = "the curvature holds NaN or infinite values, though the outputs do not: "
     if batches is None:
         raise InvalidValue(f"{what}{overflowed(tangent)}; or the network has a derivative that is not finite ({KINKS})")
-    with ranks.told("looking for derivatives that are not finite"):
+    with ranks.sharing_errors("looking for derivatives that are not finite"):
         found = next((bad for x, _ in loading.passes(batches, tangent.device) if (bad := not_finite(tangent, x))), None)
     bad = ranks.first(found, "derivatives that are not finite")
-    raise InvalidValue(what + (overflowed(tangent) if bad is None else told(bad, tangent)))
+    raise InvalidValue(what + (overflowed(tangent) if bad is None else not_finite_by(bad, tangent)))
 
 
 def not_finite(tangent: TangentModel, x: Any) -> list[str] | None:
@@ -54,7 +54,7 @@ def remedy(tangent: TangentModel) -> str:
     return f"scale the inputs, the targets or the noise{wider}"
 
 
-def told(names: list[str], tangent: TangentModel) -> str:
+def not_finite_by(names: list[str], tangent: TangentModel) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     wider = "" if tangent.dtype == torch.float64 else f"; or it is beyond {_name(tangent.dtype)}: try network.double()"
     return (

@@ -36,7 +36,7 @@ def transport(
     ranks = loading.ranks_of(batches)
     v = ranks.same(v, "vectors of a product")
     total = torch.zeros(v.shape, dtype=torch.float64, device=tangent.device)
-    with ranks.told("a product"):
+    with ranks.sharing_errors("a product"):
         for x, y in loading.passes(batches, tangent.device, progress, label or "products"):
             for piece, targets in pieces(tangent, x, y, len(v)):
 

@@ -40,7 +40,7 @@ from lapwing.solvers.product import Product
 from lapwing.solvers.sgd import sgd
 
 HELD, PASSING = 20, 4  # vectors that a solve holds for each column of this rank's own, and of the others'
-STEPS = 64  # vectors that Lanczos keeps for each probe, where the memory budget has room for them
+LANCZOS_VECTORS = 64  # vectors that Lanczos keeps for each probe, where the memory budget has room for them
 WORK = 10  # others that it holds for each
 ROUND = 64  # minibatches of a round of SGD, at the least: whole passes
 
@@ -200,7 +200,7 @@ class Streamed:
         budget; raises unless converged. b and u are this rank's, residuals those of all."""
         plan, ranks, groups = self.plan, self.reads().ranks, self._groups(len(b), HELD, PASSING)
         starts = [None] * len(groups) if start is None else start.split(groups)
-        with ranks.told("a solve"):
+        with ranks.sharing_errors("a solve"):
             found = [
                 self._solve(some, x0, share * plan.tolerance) for some, x0 in zip(b.split(groups), starts, strict=True)
             ]
@@ -356,7 +356,9 @@ class Streamed:
             return known[1]
         close, plan, ranks = self.close[0], self.plan, self.reads().ranks
         k, room = max(FEWEST, plan.samples), plan.memory_budget // (8 * self.size)  # probes, vectors
-        groups = torch.arange(k).tensor_split(max(1, min(k // FEWEST, -(-k // self._at_once(STEPS, PASSING)))))
+        groups = torch.arange(k).tensor_split(
+            max(1, min(k // FEWEST, -(-k // self._at_once(LANCZOS_VECTORS, PASSING))))
+        )
         own = -(-len(groups[0]) // ranks.size)  # probes of a group, at the most
         window = max(SHORT, (room - PASSING * (len(groups[0]) - own)) // own - WORK)
 
@@ -375,7 +377,7 @@ class Streamed:
         def whole(numbers: Tensor) -> Tensor:
             return ranks.whole(numbers, "quadratures")
 
-        with ranks.told("the log-determinant"):
+        with ranks.sharing_errors("the log-determinant"):
             found = [
                 slq(step, starts(some), lambda values: values.log(), inner, plan.max_steps, window, whole)[0]
                 for some in groups

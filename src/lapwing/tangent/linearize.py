@@ -189,7 +189,7 @@ class TangentModel:
     def ordered(self, x: Any, reverse: bool = True) -> tuple[dict[str, Tensor], AbstractContextManager[Any]]:
         """θ* in the order of memory in which convolutions run fastest, and the mode to apply it in (layout.py)."""
         if "channels_last" not in self.route:
-            self.route["channels_last"] = apt(self.model, self.params) and self._same_so(x)
+            self.route["channels_last"] = apt(self.model, self.params) and self._same_channels_last(x)
         if not self.route["channels_last"]:
             return self.params, nullcontext()
         return self._channels_last, ChannelsLast(reverse)
@@ -198,7 +198,7 @@ class TangentModel:
     def _channels_last(self) -> dict[str, Tensor]:
         return channels_last(self.params)
 
-    def _same_so(self, x: Any) -> bool:
+    def _same_channels_last(self, x: Any) -> bool:
         """Whether the outputs of a few examples, and the gradient of their sum, are the same with channels last, up to
         rounding. Checkpointed layers run again outside of the mode, and may fail there."""
         few = tree.rows_of(x, slice(0, 4)) if self.separable(x) else x
