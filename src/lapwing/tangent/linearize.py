@@ -31,7 +31,7 @@ from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.tangent import proof
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
-from lapwing.tangent.layout import ChannelsLast, apt, channels_last
+from lapwing.tangent.memory_order import ChannelsLast, channels_last, convolves_on_cpu
 from lapwing.tangent.subset import Forward, Swapped, compiled, select, telling
 from lapwing.tree import Layout
 
@@ -187,9 +187,9 @@ class TangentModel:
         return {f"model.{n}": t for n, t in {**self.constants, **buffers, **self.embed(params)}.items()}
 
     def ordered(self, x: Any, reverse: bool = True) -> tuple[dict[str, Tensor], AbstractContextManager[Any]]:
-        """θ* in the order of memory in which convolutions run fastest, and the mode to apply it in (layout.py)."""
+        """θ* in the order of memory in which convolutions run fastest, and the mode to apply it in (`memory_order`)."""
         if "channels_last" not in self.route:
-            self.route["channels_last"] = apt(self.model, self.params) and self._same_channels_last(x)
+            self.route["channels_last"] = convolves_on_cpu(self.model, self.params) and self._same_channels_last(x)
         if not self.route["channels_last"]:
             return self.params, nullcontext()
         return self._channels_last, ChannelsLast(reverse)
