@@ -50,16 +50,19 @@ class Ranks:
 
     @property
     def size(self) -> int:
+        """The number of processes."""
         if self.group is not None and not dist.is_initialized():
             raise RankFailed("the process group of these data was destroyed; destroy it after the last pass over them")
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
+        """Which of them this is, from 0 on."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def alone(self) -> bool:
+        """Whether there is only one."""
         return self.size == 1
 
     @property
@@ -169,6 +172,7 @@ class Ranks:
         return out
 
     def totals(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Sums over ranks, by name, as `total` gives them."""
         return dict(zip(tensors, self.total(list(tensors.values()), what), strict=True))
 
     def count(self, n: int, what: str) -> int:

@@ -31,17 +31,21 @@ class Layout:
     empty: tuple[str, ...] = ()  # selected too, and without elements, so that they are in no vector
 
     def numel(self, name: str) -> int:
+        """How many elements of a parameter are selected."""
         return int(self.masks[name].sum()) if name in self.masks else math.prod(self.shapes[name])
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the parameters, in order."""
         return tuple(self.shapes)
 
     @property
     def size(self) -> int:
+        """How many elements are selected in all, p."""
         return sum(self.numel(name) for name in self.shapes)
 
     def slices(self) -> dict[str, slice]:
+        """Where each parameter lies in the flat vector."""
         out, start = {}, 0
         for name in self.shapes:
             out[name] = slice(start, start + self.numel(name))
@@ -53,6 +57,7 @@ class Layout:
         return torch.Size([self.numel(name)]) if name in self.masks else self.shapes[name]
 
     def flatten(self, tree: Mapping[str, Tensor], batch_dims: int = 0) -> Tensor:
+        """{name: tensor} as a vector (..., p), after so many batch dimensions."""
         if set(tree) != set(self.shapes):
             raise InvalidValue(f"expected tensors for {list(self.shapes)}, got {list(tree)}")
         for name in self.shapes:
@@ -75,6 +80,7 @@ class Layout:
         return torch.cat([(full[n][self.masks[n]] if n in self.masks else full[n].reshape(-1)) for n in self.shapes])
 
     def same_as(self, other: Layout) -> bool:
+        """Whether another layout has the same names, shapes and masks."""
         return (
             list(self.shapes.items()) == list(other.shapes.items())
             and self.masks.keys() == other.masks.keys()
@@ -102,10 +108,12 @@ def plain(tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree, in order."""
     return [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(plain(tree))
 
 
 def tensors(tree: Any) -> list[Tensor]:
+    """Its leaves that are tensors."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 

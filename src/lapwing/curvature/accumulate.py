@@ -37,11 +37,18 @@ BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 
 
 class Accumulator(Protocol):
-    def forward(self, x: Any) -> Tensor: ...
+    def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
+        ...
 
-    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None: ...
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
+        ...
 
-    def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]: ...
+    def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]:
+        """The sums by their names, and the batches that are kept."""
+        ...
 
 
 class Structure(Protocol):
@@ -122,6 +129,7 @@ class Running:
             raise InvalidValue(f"{self.n} examples with a digest {self.targets} and statistics {list(self.statistics)}")
 
     def count(self, y: Tensor, statistics: dict[str, Tensor]) -> None:
+        """Count the examples of a batch, and add their statistics and the digest of their targets."""
         self.n += len(y)
         self.targets = (self.targets + tree.digest(y)) % 2**64
         for key, value in statistics.items():
@@ -209,6 +217,7 @@ class Pass:
 
     @property
     def ranks(self) -> Ranks:
+        """The processes that share the data."""
         return loading.ranks_of(self.batches)
 
     @property
@@ -219,6 +228,7 @@ class Pass:
         return State(self.structure, self.factor, kind, weights, self.tangent, {}, 0, {}, {}, paired=paired)
 
     def journal(self, place: Checkpoint, basis: State | None) -> Journal:
+        """The journal of this pass, in an open checkpoint."""
         tangent, inputs = self.tangent, self.seen.inputs
         one = tree.rows_of(inputs, slice(0, 1)) if tangent.separable(inputs) else inputs
         fit = identity(tangent, self.likelihood, self.factor, self.seen.n, one, self.generator, basis)
@@ -277,6 +287,7 @@ class Pass:
         return running
 
     def state(self, running: Running) -> State:
+        """The state of a pass that has ended."""
         parts = getattr(running.accumulator, "parts", ())
         return replace(
             self.empty,

@@ -36,6 +36,8 @@ ROWS = 2048  # rows gathered before they are multiplied
 @register
 @dataclass(frozen=True)
 class Full:
+    """The whole curvature: as a matrix (p, p), primal, or as rows of the data, dual; "auto" takes the smaller."""
+
     form: str = "auto"  # "primal", "dual" or "auto"
     memory_budget: int = field(default=BUDGET, compare=False)
 
@@ -48,6 +50,7 @@ class Full:
         return "full" if self.form == "auto" else f"full ({self.form})"
 
     def resolved(self, probe: Probe, factor: Factor) -> Full:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         rows = probe.n * factor.columns(probe.outputs, probe.positions)
         form = self.form
         if factor.kind == "hessian":
@@ -65,6 +68,7 @@ class Full:
         return replace(self, form=form)
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        """An empty accumulator for a pass over the data."""
         groups = len(likelihood.curvature_weights(factor.kind))
         if factor.kind == "hessian":
             return HessianSum(tangent, likelihood, groups)
@@ -75,6 +79,7 @@ class Full:
         )
 
     def operator(self, state: State, weights: Tensor) -> Any:
+        """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         if self.form == "primal":
             gram = state.sums["gram"]
             psd = state.factor.kind != "hessian"
@@ -89,12 +94,14 @@ class Full:
         return state.cache["rows"]
 
     def keeps(self, layout: tree.Layout, parts: tuple[Any, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if parts or self.form == "auto":
             raise InvalidValue(f"{self} has no parts and is primal or dual, and this is {self.form} with {len(parts)}")
         gram = Expected(((weights, layout.size, layout.size),), squares=factor.kind != "hessian", gram=True)
         return ({"gram": gram} if self.form == "primal" else {}), {}
 
     def coverage(self, parts: tuple[Any, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, f"exact ({self.form})")
 
 
@@ -142,10 +149,13 @@ class GramSum:
             raise InvalidValue(f"rows must be (n, K, {self.maker.width}), and outer products {tuple(self.gram.shape)}")
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         self.record = self.maker.run(x)
         return self.record.f.detach()
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
         outer = self.maker.outer(self.record, u)
         if outer is not None:
             self._add_outer(outer)
@@ -168,6 +178,7 @@ class GramSum:
                 total[o * i : (o + 1) * i, : (o + 1) * i].addmm_(rows.a.mT, right.reshape(n, -1))
 
     def flush(self) -> None:
+        """Multiply the rows that wait, and add them to the Gram matrices (h, p, p)."""
         if not self.held:
             return
         rows = torch.cat(self.held).to(torch.float64)  # (n, K, p)
@@ -177,6 +188,7 @@ class GramSum:
             add_gram(self.gram[g], mine.reshape(-1, rows.shape[-1]))
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        """The sums by their names, and the batches that are kept."""
         self.flush()
         gram = mirrored(self.gram)
         if self.outer is not None:
@@ -196,17 +208,21 @@ class DualRows:
         self.batches: list[tuple[Any, Tensor]] = []
 
     def check(self) -> None:
+        """Raise unless what was read from a checkpoint can be batches."""
         if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in self.batches):
             raise InvalidValue("batches must be pairs of inputs and cotangents")
         check_batches(self.tangent, self.batches)
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Keep the inputs and cotangents of a batch."""
         u = u[:, column < f.shape[-1]] if self.paired else u
         kept = tree.map_tensors(lambda t: t.detach().clone(), x)
         self.batches.append((kept, u.to(f).contiguous()))
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]:
+        """The sums by their names, and the batches that are kept."""
         return {}, tuple(self.batches)

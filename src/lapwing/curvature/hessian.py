@@ -23,6 +23,8 @@ CHUNK = 256  # columns of the Hessian made at a time
 
 
 class HessianSum:
+    """Σ_n of the Hessian of −log p by the parameters, (h, p, p)."""
+
     mutable = ("gram",)
 
     def __init__(self, tangent: TangentModel, likelihood: Likelihood, groups: int) -> None:
@@ -31,9 +33,12 @@ class HessianSum:
         self.gram = torch.zeros(groups, p, p, dtype=torch.float64, device=tangent.device)
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
         targets = self.likelihood.rows(y, f[..., 0].numel())
         for g in range(self.groups):
 
@@ -45,6 +50,7 @@ class HessianSum:
             self.gram[g] += 0.5 * (hessian + hessian.mT)
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        """The sums by their names, and the batches that are kept."""
         return {"gram": self.gram}, ()
 
 

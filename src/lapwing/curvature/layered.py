@@ -53,14 +53,17 @@ class Layered:
         count_bytes(self)
 
     def kind_of(self, part: Part) -> str:
+        """How a part is treated: "kron", "dense" or "diagonal"."""
         raise NotImplementedError
 
     def resolved(self, probe: Probe, factor: Factor) -> Any:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         if factor.kind == "hessian":
             raise InvalidValue(f"factor='hessian' needs structure='full'; use factor='exact' with '{self}'")
         return self
 
     def parts(self, tangent: TangentModel, x: Any) -> tuple[Part, ...]:
+        """The parts of the network, and how each is treated."""
         found = cover(tangent, x)
         return tuple(
             part if part.kind == "unused" else replace(part, kind=self.kind_of(part), reason=self.why(part))
@@ -72,16 +75,19 @@ class Layered:
         return part.reason
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        """An empty accumulator for a pass over the data."""
         weights = len(likelihood.curvature_weights(factor.kind))
         return LayeredSum(tangent, self.parts(tangent, probe.inputs), weights, self)
 
     def operator(self, state: State, weights: Tensor) -> Blocks:
+        """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         if "index" not in state.cache:
             state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
         ops = tuple(part_operator(part, state, weights) for part in state.parts)
         return Blocks(ops, state.cache["index"], state.cache.setdefault("blocks", {}))
 
     def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         check_parts(parts, layout)
         for part in parts:
             if part.kind not in ("unused", self.kind_of(part)):
@@ -93,11 +99,15 @@ class Layered:
         return expected(part, weights)
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return {n: explain(part, tangent.model) for part in state_parts for n in part.parameters}
 
 
 @dataclass(frozen=True)
 class Kronecker(Layered):
+    """One Kronecker product A ⊗ B a layer; small parts that no rule speaks for get a dense block, large ones a
+    diagonal."""
+
     sharing: str = "expand"  # over shared positions: "expand" or "reduce"
 
     def __post_init__(self) -> None:
@@ -143,6 +153,8 @@ class Kronecker(Layered):
 
 @dataclass(frozen=True)
 class Block(Layered):
+    """One dense block a layer."""
+
     def __str__(self) -> str:
         return "block"
 
@@ -156,6 +168,8 @@ class Block(Layered):
 
 @dataclass(frozen=True)
 class Diagonal(Layered):
+    """The exact diagonal."""
+
     def __str__(self) -> str:
         return "diag"
 
@@ -241,10 +255,13 @@ class LayeredSum:
                 self.sums[part.name] = DiagonalSum(part, weights, tangent.device, room)
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         self.record = self.capture.run(x)
         return self.record.f.detach()
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
         views = self.record.views()
         for name, view in views.items():
             self.sums[name].see(view, len(f))
@@ -271,4 +288,5 @@ class LayeredSum:
                 self.sums[name].add_rows(own)
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        """The sums by their names, and the batches that are kept."""
         return {f"{name}/{key}": v for name, s in self.sums.items() for key, v in s.result().items()}, ()

@@ -42,6 +42,8 @@ COPIES = 6  # of (k, p) in float64 that are held at once, at the most
 @register
 @dataclass(frozen=True)
 class LowRank:
+    """A sketch of G, of so high a rank, by so many passes over the data."""
+
     rank: int = 100
     passes: int = 1  # over the data
     memory_budget: int = field(default=BUDGET, compare=False)
@@ -60,6 +62,7 @@ class LowRank:
         return replace(self, passes=self.passes - 1) if self.passes > 1 else None
 
     def resolved(self, probe: Probe, factor: Factor) -> LowRank:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         if factor.kind == "hessian":
             raise InvalidValue("structure='lowrank' needs a curvature without negative eigenvalues; use factor='exact'")
         rank = min(self.rank, probe.parameters)
@@ -75,6 +78,7 @@ class LowRank:
     def start(
         self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe, basis: State | None = None
     ) -> Accumulator:
+        """An empty accumulator for a pass over the data."""
         parts, groups = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
         if basis is None:
             tests = pseudorandom(self.rank, tangent).expand(groups, -1, -1)
@@ -101,6 +105,7 @@ class LowRank:
         return _range(sketch)
 
     def operator(self, state: State, weights: Tensor) -> RootPlusDiagonal:
+        """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         if state.paired:
             return self._together(state, weights)
         if "root" not in state.cache:
@@ -134,6 +139,7 @@ class LowRank:
         return (core + core.mT) / 2
 
     def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if parts:
             raise InvalidValue(f"{self} has no parts, and this has {len(parts)}")
         sketch = Expected(((weights, min(self.rank, layout.size), layout.size),))
@@ -142,6 +148,7 @@ class LowRank:
         return {"sketch": sketch, "trace": trace}, tests
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, f"rank {self.rank} of the whole network, and the prior")
 
     def captured(self, state: State, weights: Tensor) -> tuple[float, dict[str, float]]:
@@ -187,13 +194,17 @@ class SketchSum:
         self.trace = torch.zeros(len(tests), len(self.slices), dtype=torch.float64, device=tangent.device)
 
     def check(self) -> None:
+        """Raise unless what was read from a checkpoint can be a size."""
         if self.each is not None and (type(self.each) is not int or self.each < 1):
             raise InvalidValue(f"an example's rows cannot take {self.each!r} bytes")
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
         part = self.budget // 8  # rows are there three times while the next are made, beside Y and Ω
         for piece, some in self.tangent.pieces(x, u, self._bytes(x, u), 2 * part):
             for rows in self.maker.rows(self.maker.run(piece), piece, some, part):  # (n, K, p)
@@ -215,6 +226,7 @@ class SketchSum:
             self.trace[g] += torch.stack(lengths).square()
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        """The sums by their names, and the batches that are kept."""
         return {"sketch": self.sketch, "trace": self.trace}, ()
 
 

@@ -64,14 +64,17 @@ class DataRoot:
 
     @property
     def size(self) -> int:
+        """The number of parameters p."""
         return self.tangent.layout.size
 
     @property
     def ranks(self) -> Ranks:
+        """The processes that share the data."""
         return loading.ranks_of(self.data)
 
     @property
     def passes(self) -> int:
+        """Passes over the data so far."""
         return self.counter["passes"]
 
     @property
@@ -300,18 +303,23 @@ class Nothing:
         return "none"
 
     def resolved(self, probe: Probe, factor: Factor) -> Nothing:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         return self
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        """An empty accumulator for a pass over the data."""
         return _Outputs(tangent)
 
     def operator(self, state: State, weights: Tensor) -> DiagonalOperator:
+        """Zero, as an operator."""
         return DiagonalOperator(weights.new_zeros(1), state.layout.size)
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, "nothing")
 
     def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         return {}, {}
 
 
@@ -377,6 +385,7 @@ class MatrixFree:
         return PRECONDITIONERS[self.preconditioner](memory_budget=self.memory_budget)
 
     def resolved(self, probe: Probe, factor: Factor) -> MatrixFree:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         if factor.kind != "exact":
             raise InvalidValue(
                 f"matrix_free multiplies by the exact output curvature, at no extra cost; got factor='{factor.kind}': "
@@ -443,6 +452,7 @@ class MatrixFree:
         )
 
     def operator(self, state: State, weights: Tensor) -> Streamed:
+        """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         near = self.companion(state)
         tolerance = self.tolerance or (FINE if state.tangent.dtype == torch.float64 else COARSE)
         if not self.tolerance and self.solver == "sgd":
@@ -458,9 +468,11 @@ class MatrixFree:
         )
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, "exact, by products")
 
     def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if self.preconditioner == "auto" or self.seed < 0:
             raise InvalidValue("matrix_free has chosen its preconditioner and its seed by the end of a fit")
         return self.near.keeps(layout, parts, weights, factor)

@@ -31,6 +31,8 @@ LIBRARIES = 16 * 2**20  # bytes of buffers that torch's libraries keep for thems
 
 @dataclass(frozen=True)
 class Plan:
+    """What each structure costs, and which is recommended."""
+
     costs: dict[str, Cost]
     choice: str  # a name of costs
     structure: str  # what to pass to laplace

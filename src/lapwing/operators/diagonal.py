@@ -19,6 +19,8 @@ from lapwing.operators import linalg
 
 @dataclass(frozen=True, eq=False)
 class Diagonal:
+    """diag(values[index]·unit), (p, p): one value for all entries, one for each, or one for each group."""
+
     values: Tensor  # (g,)
     size: int
     index: Tensor | None = None  # (p,) of int64
@@ -60,6 +62,7 @@ class Diagonal:
         return entries.sum(-1, keepdim=True) if self.single else entries
 
     def logdet(self) -> Tensor:
+        """log|M|, differentiable."""
         out = (self.counts() * self.values.log()).sum()
         return out if self.unit is None else out + self.unit.log().sum()
 

@@ -49,7 +49,9 @@ class Root(Protocol):
     """R (m, p), cut by weight into R_h, by products."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of parameters p."""
+        ...
 
     @property
     def ranks(self) -> Ranks:
@@ -132,6 +134,8 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class Streamed:
+    """M = t·(RᵀWR + D), with R by passes over the data."""
+
     root: Root | None  # None where the data are not at hand: then only what is remembered can be had
     weights: Tensor  # W by column, (h,)
     near: Any  # Ĝ, an operator near RᵀWR
@@ -142,9 +146,11 @@ class Streamed:
 
     @property
     def size(self) -> int:
+        """p."""
         return self.near.size
 
     def reads(self) -> Root:
+        """R; an error where the data are not at hand."""
         if self.root is None:
             raise InvalidValue(
                 "this reads the training data again, which a file does not hold; give them: lw.load(path, model, "
@@ -153,12 +159,14 @@ class Streamed:
         return self.root
 
     def precision(self) -> Diagonal:
+        """D, without gradient; an error where there is none."""
         if self.diag is None:
             raise Unsupported("Rᵀ W R alone is singular; shift it by a prior precision first")
         return replace(self.diag, values=self.diag.values.detach())
 
     @cached_property
     def d(self) -> Tensor:
+        """D's diagonal, (p,)."""
         return self.precision().dense()
 
     @cached_property
@@ -179,10 +187,12 @@ class Streamed:
         return self.reads().product(v, self.weights.detach())[0]
 
     def whitened(self, gram: Product) -> Product:
+        """u ↦ u + D^-½ G D^-½ u, from products with G: the system in the unit of D."""
         scale = self.d.rsqrt()
         return lambda u: u + scale * gram(scale * u).to(u)
 
     def precondition(self, r: Tensor) -> Tensor:
+        """D^½ P⁻¹ D^½ r for r (k, p), in the unit of D."""
         root = self.d.sqrt()
         return root * linalg.solve(self.close[0], root * r) if len(r) else r
 

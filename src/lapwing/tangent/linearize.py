@@ -114,6 +114,8 @@ def _check(model: nn.Module) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TangentModel:
+    """The network as a function of its selected weights: f(θ*) and J as products, (n, ..., c) by (p,)."""
+
     model: nn.Module  # borrowed: its modules are run, its tensors are not used
     params: dict[str, Tensor]  # θ*, the selected parameters, in order
     constants: dict[str, Tensor]  # every other parameter and buffer
@@ -124,6 +126,7 @@ class TangentModel:
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return next(iter(self.params.values())).device
 
     @property
@@ -144,6 +147,7 @@ class TangentModel:
 
     @property
     def custom_forward(self) -> bool:
+        """Whether the user gave a forward=."""
         return self.forward is not call
 
     @property
@@ -287,6 +291,7 @@ class TangentModel:
 
     @torch.inference_mode(False)
     def vjp(self, x: Any, u: Tensor) -> dict[str, Tensor]:
+        """Jᵀu for u (n, ..., c), {name: tensor of the parameter's shape}."""
         grads = self.gradients(x, u)
         return {n: torch.zeros_like(self.params[n]) if g is None else g for n, g in grads.items()}
 
