@@ -69,13 +69,13 @@ class Full:
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        groups = len(likelihood.curvature_weights(factor.kind))
+        weights = len(likelihood.curvature_weights(factor.kind))
         if factor.kind == "hessian":
-            return HessianSum(tangent, likelihood, groups)
+            return HessianSum(tangent, likelihood, weights)
         return (
             DualRows(tangent, likelihood.paired)
             if self.form == "dual"
-            else GramSum(tangent, cover(tangent, probe.inputs), groups, self.memory_budget)
+            else GramSum(tangent, cover(tangent, probe.inputs), weights, self.memory_budget)
         )
 
     def operator(self, state: State, weights: Tensor) -> Any:
@@ -85,7 +85,7 @@ class Full:
             psd = state.factor.kind != "hessian"
             if len(weights) == 1:
                 return Dense(gram[0], weights[0], psd=psd, cache=state.cache)
-            return Dense(torch.einsum("g,gab->ab", weights, gram), psd=psd)
+            return Dense(torch.einsum("h,hab->ab", weights, gram), psd=psd)
         return RootPlusDiagonal(self._rows(state), _row_weights(state, weights), cache=state.cache)
 
     def _rows(self, state: State) -> StreamedRows:
@@ -135,10 +135,10 @@ class GramSum:
 
     mutable = "gram", "held", "outer"
 
-    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], groups: int, budget: int) -> None:
+    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], weights: int, budget: int) -> None:
         p = tangent.layout.size
-        self.maker, self.groups, self.budget = RowMaker(tangent, parts), groups, budget
-        self.gram = torch.zeros(groups, p, p, dtype=torch.float64, device=tangent.device)
+        self.maker, self.weights, self.budget = RowMaker(tangent, parts), weights, budget
+        self.gram = torch.zeros(weights, p, p, dtype=torch.float64, device=tangent.device)
         self.held: list[Tensor] = []  # (n, K, p) rows waiting to be multiplied
         self.outer: Tensor | None = None  # what came from outer products, in the order of the layer (o, i)
 
@@ -171,7 +171,7 @@ class GramSum:
     def _add_outer(self, rows: OuterRows) -> None:
         self.outer = torch.zeros_like(self.gram) if self.outer is None else self.outer
         n, i = rows.a.shape
-        for total, g in zip(self.outer, (rows.g[:, h :: self.groups] for h in range(self.groups)), strict=True):
+        for total, g in zip(self.outer, (rows.g[:, h :: self.weights] for h in range(self.weights)), strict=True):
             middle = g.mT @ g  # (n, o, o)
             for o in range(middle.shape[1]):
                 right = middle[:, o, : o + 1, None] * rows.a[:, None]  # (n, o + 1, i)
@@ -183,9 +183,9 @@ class GramSum:
             return
         rows = torch.cat(self.held).to(torch.float64)  # (n, K, p)
         self.held = []
-        for g in range(self.groups):
-            mine = rows if self.groups == 1 else rows[:, g :: self.groups]
-            add_gram(self.gram[g], mine.reshape(-1, rows.shape[-1]))
+        for h in range(self.weights):
+            mine = rows if self.weights == 1 else rows[:, h :: self.weights]
+            add_gram(self.gram[h], mine.reshape(-1, rows.shape[-1]))
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         """The sums by their names, and the batches that are kept."""

@@ -79,14 +79,14 @@ class LowRank:
         self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe, basis: State | None = None
     ) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        parts, groups = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
+        parts, weights = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
         if basis is None:
-            tests = pseudorandom(self.rank, tangent).expand(groups, -1, -1)
+            tests = pseudorandom(self.rank, tangent).expand(weights, -1, -1)
             return SketchSum(tangent, parts, tests, {}, self.memory_budget)
         tests = self._tests(basis, likelihood.curvature_weights(factor.kind))
-        if len(tests) != groups:
+        if len(tests) != weights:
             raise InvalidValue(
-                f"the basis has {len(tests)} curvature weights and the likelihood {groups}; fit both with the same "
+                f"the basis has {len(tests)} curvature weights and the likelihood {weights}; fit both with the same "
                 "likelihood"
             )
         return SketchSum(tangent, parts, tests, {"tests": tests}, self.memory_budget)
@@ -218,12 +218,12 @@ class SketchSum:
 
     def _add(self, rows: Tensor) -> None:
         """Rows (K, n, p), as they lie in memory."""
-        groups = len(self.sketch)
-        for g, tests in enumerate(self.tests):
-            mine = rows[g::groups].reshape(-1, rows.shape[-1]).to(tests)
-            self.sketch[g] += (mine @ tests.mT).mT @ mine
+        weights = len(self.sketch)
+        for h, tests in enumerate(self.tests):
+            mine = rows[h::weights].reshape(-1, rows.shape[-1]).to(tests)
+            self.sketch[h] += (mine @ tests.mT).mT @ mine
             lengths = [torch.linalg.vector_norm(mine[:, columns], dtype=torch.float64) for columns in self.slices]
-            self.trace[g] += torch.stack(lengths).square()
+            self.trace[h] += torch.stack(lengths).square()
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         """The sums by their names, and the batches that are kept."""
