@@ -1,4 +1,4 @@
-"""Every public function, class, method and property of the rooms below says what it gives: one line or more.
+"""Every public function, class, method and property says what it gives: one line or more.
 
 An override may leave it to what it overrides, as `help` does. The fields of a dataclass are no docstring.
 """
@@ -16,15 +16,12 @@ import pytest
 
 import lapwing as lw
 
-ROOMS = (
-    "curvature", "data", "distributed", "doctor", "errors", "given", "likelihoods", "merging", "metrics", "operators",
-    "scores", "selection", "solvers", "splitmix", "subsets", "tangent", "tree",
-)  # fmt: skip
+LATER = ("api", "evidence", "posterior", "predictive", "priors", "tune")  # rooms that are not done yet
 
 
 def modules() -> Iterator[Any]:
     for found in pkgutil.walk_packages(lw.__path__, "lapwing."):
-        if found.name.split(".")[1] in ROOMS:
+        if found.name.split(".")[1] not in LATER:
             yield importlib.import_module(found.name)
 
 
@@ -58,10 +55,6 @@ def silent(module: Any) -> list[str]:
         if inspect.isclass(thing):
             out += [f"{name}.{key}" for key, one in members(thing) if not documented(one)]
     return out
-
-
-def test_the_rooms_are_there() -> None:
-    assert {module.__name__.split(".")[1] for module in modules()} == set(ROOMS)
 
 
 @pytest.mark.parametrize("module", [*modules()], ids=lambda module: module.__name__)

@@ -41,6 +41,7 @@ LIKELIHOODS = {
 
 
 def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
+    """A likelihood by its name, or as it is."""
     if isinstance(likelihood, likelihoods.Likelihood):
         return likelihood
     if isinstance(likelihood, str) and likelihood in LIKELIHOODS:
@@ -49,6 +50,7 @@ def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
 
 
 def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussian:
+    """A prior from a precision, a word, {glob: precision} or an object, bound to the parameters."""
     if isinstance(prior, (int, float, Tensor)) and not isinstance(prior, bool):
         prior = priors.Gaussian(prior) if torch.as_tensor(prior).ndim == 0 else priors.Gaussian(prior, per="weight")
     elif prior == "layerwise":
@@ -65,6 +67,7 @@ def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussia
 
 
 def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
+    """A structure by its name, with this memory budget, or as it is; "auto" goes by the size of the problem."""
     if structure == "auto":
         small = min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL
         structure = "full" if small else "kron"
@@ -78,6 +81,7 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
 
 
 def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: Any = None) -> Factor:
+    """An output factor by its name, or as it is; "auto" goes by the number of outputs."""
     if factor == "auto" and isinstance(structure, curvature.MatrixFree):
         return Factor("exact")  # products with it cost nothing more
     if factor == "auto":

@@ -94,10 +94,12 @@ class Jacobian:
 
     @property
     def passes(self) -> int:
+        """Passes over the data so far."""
         return self.counter["passes"]
 
     @property
     def ranks(self) -> Ranks:
+        """The processes that share the data."""
         return loading.ranks_of(self.batches)
 
     @cached_property
@@ -257,6 +259,7 @@ class Objective:
 
     @property
     def weights(self) -> Tensor:
+        """The curvature weights of the likelihood, (h,)."""
         return self.likelihood.curvature_weights("exact").to(self.a)
 
     def score(self, z: Tensor) -> Tensor:
@@ -314,6 +317,7 @@ class Space:
 
     @classmethod
     def empty(cls, v: Tensor, z: Tensor, jacobian: Jacobian) -> Space:
+        """No directions yet, with room for as many as memory allows."""
         most = min(MAX_DIRECTIONS, max(2, DIRECTION_BYTES // (8 * (v.numel() + max(jacobian.counts)))))
         return cls(v.new_zeros(0, *v.shape), z.new_zeros(0, *z.shape), most)
 

@@ -76,6 +76,7 @@ class Reader:
 
     @property
     def ranks(self) -> Ranks:
+        """The processes that share the data."""
         return loading.ranks_of(self.batches)
 
     @property
