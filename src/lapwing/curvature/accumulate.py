@@ -32,7 +32,8 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
-FEW, SOME = 4, 32  # examples that a probe keeps, and looks at where it has a suspicion
+PROBE_EXAMPLES = 4  # that a probe keeps
+SUSPECT_EXAMPLES = 32  # that it looks at where it has a suspicion
 BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 
 
@@ -91,7 +92,7 @@ def probe(tangent: TangentModel, batches: Iterable[Any], likelihood: Likelihood 
     ranks, first = loading.ranks_of(batches), loading.first_inputs(batches, tangent.device)
     some = first
     if tangent.separable(first):
-        first, some = (tree.rows_of(first, slice(0, n)) for n in (FEW, SOME))
+        first, some = (tree.rows_of(first, slice(0, n)) for n in (PROBE_EXAMPLES, SUSPECT_EXAMPLES))
     f = tangent(first)
     if likelihood is not None and looks_applied(likelihood, flat_outputs(f)):
         check_applied(tangent, likelihood, flat_outputs(tangent(some)), some)

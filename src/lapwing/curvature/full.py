@@ -30,7 +30,7 @@ from lapwing.operators import Dense, Diagonal, Mixed, OuterRows, RootPlusDiagona
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 
-ROWS = 2048  # rows gathered before they are multiplied
+GATHERED_ROWS = 2048  # rows of J gathered before they are multiplied
 
 
 @register
@@ -164,7 +164,7 @@ class GramSum:
         each = 8 * self.maker.width
         for rows in self.maker.rows(self.record, x, u, self.budget // 4):
             self.held.append(rows)
-            if sum(r.shape[0] * r.shape[1] for r in self.held) >= max(1, min(ROWS, self.budget // (4 * each))):
+            if sum(r.shape[0] * r.shape[1] for r in self.held) >= max(1, min(GATHERED_ROWS, self.budget // (4 * each))):
                 self.flush()
         del self.record
 

@@ -36,7 +36,7 @@ from lapwing.tree import Layout
 
 SMALL = 1024  # parameters of a generic or element-wise part that still gets a dense block
 ROUNDING = 1e3  # units in the last place of a gradient
-SIDE = 8192  # of a Kronecker factor; a layer with a longer one (a head over a vocabulary) gets its exact diagonal
+MAX_SIDE = 8192  # rows of a Kronecker factor; a layer with more (a head over a vocabulary) gets its exact diagonal
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Kronecker(Layered):
     def _long(self, part: Part) -> bool:
         """Whether a Kronecker factor has too long a side; that of one-hot inputs is kept as their counts."""
         _, o, i = part.shape
-        return o > SIDE or (i > SIDE and not self.one_hot(part))
+        return o > MAX_SIDE or (i > MAX_SIDE and not self.one_hot(part))
 
     def one_hot(self, part: Part) -> bool:
         """Whether inputs can be rows of the identity, of which counts are kept."""

@@ -21,7 +21,7 @@ from lapwing import arguments, tree
 from lapwing.curvature import Factor, Full, Probe
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover
-from lapwing.curvature.full import ROWS
+from lapwing.curvature.full import GATHERED_ROWS
 from lapwing.curvature.gram import panels
 from lapwing.curvature.parts import Part
 from lapwing.doctor import trial
@@ -213,7 +213,7 @@ def _primal(problem: Problem, rates: Rates) -> Need:
     lower = 0.5 + 0.5 * min(1.0, panels(p).step / p)  # the lower triangle, in panels
     passes = n * (rates.read + rates.gradient * (1 + k) / 3) + n * k * p * rates.element
     need = Need(
-        memory=matrix * problem.weights + max(matrix + HEAP * min(problem.working, 12 * ROWS * p), 3 * matrix),
+        memory=matrix * problem.weights + max(matrix + HEAP * min(problem.working, 12 * GATHERED_ROWS * p), 3 * matrix),
         fit=passes + n * k * p**2 * lower * rates.product + 8 * p**2 * rates.element,
         tune=eigenvalues(p, rates) + cholesky(p, rates) + _evaluations(problem, p, 1, rates),
         predict=new * (0.75 * p**2 * rates.product + p * rates.element) + trial.THOUSAND * rates.gradient,

@@ -39,7 +39,8 @@ from lapwing.solvers.noise import generator_of
 from lapwing.solvers.product import Product
 from lapwing.solvers.sgd import sgd
 
-HELD, PASSING = 20, 4  # vectors that a solve holds for each column of this rank's own, and of the others'
+OWN_VECTORS = 20  # that a solve holds for each column of this rank's own
+OTHERS_VECTORS = 4  # and for each column of other ranks
 LANCZOS_VECTORS = 64  # vectors that Lanczos keeps for each probe, where the memory budget has room for them
 WORK = 10  # others that it holds for each
 ROUND = 64  # minibatches of a round of SGD, at the least: whole passes
@@ -208,7 +209,7 @@ class Streamed:
     def solved(self, b: Tensor, start: Tensor | None = None, share: float = 1.0) -> Solution:
         """u with (I + D^-½ RᵀWR D^-½) u = b to a residual of tolerance·share·‖b‖, columns in groups that fit the memory
         budget; raises unless converged. b and u are this rank's, residuals those of all."""
-        plan, ranks, groups = self.plan, self.reads().ranks, self._groups(len(b), HELD, PASSING)
+        plan, ranks, groups = self.plan, self.reads().ranks, self._groups(len(b), OWN_VECTORS, OTHERS_VECTORS)
         starts = [None] * len(groups) if start is None else start.split(groups)
         with ranks.sharing_errors("a solve"):
             found = [
@@ -283,7 +284,7 @@ class Streamed:
         start = prior if last is None else last[2].dense().sqrt() * last[1].share(root.ranks)
         solution = self.sampled(self.noise, prior, start)
         z = self.d.rsqrt() * solution.x
-        groups = z.split(self._groups(len(z), 1, PASSING))
+        groups = z.split(self._groups(len(z), 1, OTHERS_VECTORS))
         made = [root.product(some, self.weights.detach()) for some in groups]
         gz, squares = (torch.cat(parts) for parts in zip(*made, strict=True))
         found = Samples(
@@ -367,10 +368,10 @@ class Streamed:
         close, plan, ranks = self.close[0], self.plan, self.reads().ranks
         k, room = max(FEWEST, plan.samples), plan.memory_budget // (8 * self.size)  # probes, vectors
         groups = torch.arange(k).tensor_split(
-            max(1, min(k // FEWEST, -(-k // self._at_once(LANCZOS_VECTORS, PASSING))))
+            max(1, min(k // FEWEST, -(-k // self._at_once(LANCZOS_VECTORS, OTHERS_VECTORS))))
         )
         own = -(-len(groups[0]) // ranks.size)  # probes of a group, at the most
-        window = max(SHORT, (room - PASSING * (len(groups[0]) - own)) // own - WORK)
+        window = max(SHORT, (room - OTHERS_VECTORS * (len(groups[0]) - own)) // own - WORK)
 
         def step(v: Tensor) -> Tensor:
             mv = self.gram(v) + self.d * v
