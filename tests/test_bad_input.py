@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -530,7 +532,10 @@ def test_a_prior_mean_of_another_shape_is_not_read_in_another_order() -> None:
         ("factor", 8, "'exact'"),
         ("memory_budget", 0, "bytes"),
         ("memory_budget", -1, "bytes"),
-        ("memory_budget", 1.5e9, "bytes"),
+        ("memory_budget", 1e9 + 0.5, "bytes"),
+        ("memory_budget", float("inf"), "bytes"),
+        ("memory_budget", float("nan"), "bytes"),
+        ("memory_budget", True, "bytes"),
         ("memory_budget", "1GB", "bytes"),
     ],
 )
@@ -538,6 +543,51 @@ def test_options_that_are_not_among_the_choices(option: str, value: object, says
     model = network()
     with refused(model, says):
         lw.laplace(model, regression(), **{"likelihood": "gaussian", option: value})
+
+
+BUDGETED: list[Callable[[Any], Any]] = [
+    lambda b: lw.laplace(network(), regression(), "gaussian", memory_budget=b),
+    lambda b: lw.laplace(network(), regression(), "gaussian", structure="matrix_free", memory_budget=b).state.structure,
+    lambda b: lw.curvature.Full(memory_budget=b),
+    lambda b: lw.curvature.Kronecker(b),
+    lambda b: lw.curvature.EigenKronecker(b),
+    lambda b: lw.curvature.Block(b),
+    lambda b: lw.curvature.Diagonal(b),
+    lambda b: lw.curvature.LowRank(memory_budget=b),
+    lambda b: lw.curvature.MatrixFree(memory_budget=b),
+]
+
+
+@pytest.mark.parametrize("make", BUDGETED)
+def test_bytes_may_be_typed_as_a_power_of_ten(make: Callable[[Any], Any]) -> None:
+    for budget in (2e9, np.float64(2e9), np.int64(2_000_000_000), 2_000_000_000):
+        made = make(budget)
+        assert type(made.memory_budget) is int
+        assert made.memory_budget == 2_000_000_000
+
+
+@pytest.mark.parametrize("make", BUDGETED)
+@pytest.mark.parametrize("budget", [0, -1.0, 1.5, float("inf"), float("nan"), True, "1GB", None, 1j])
+def test_bytes_that_are_no_whole_number_are_refused(make: Callable[[Any], Any], budget: Any) -> None:
+    if budget is None and make in BUDGETED[:2]:
+        pytest.skip("None is the default there")
+    with pytest.raises(lw.errors.InvalidValue, match="number of bytes"):
+        make(budget)
+
+
+def test_ella_scores_and_the_doctor_count_bytes_alike() -> None:
+    model, data = network(), regression()
+    whole, typed = (lw.gp.ella(model, data, "gaussian", anchors=4, rank=2, memory_budget=b) for b in (2**20, 2.0**20))
+    torch.testing.assert_close(typed.predict(data[0]).f_var, whole.predict(data[0]).f_var, rtol=0, atol=0)
+    assert "memory_budget=1000000000)" in lw.doctor(model, data, "gaussian", memory_budget=2e9).recommendation
+    lw.scores.sketched_lanczos(model, data, "gaussian", rank=2, sketch=4, memory_budget=1e6)
+
+
+@pytest.mark.parametrize("kind", [lw.curvature.Kronecker, lw.curvature.EigenKronecker])
+def test_a_sharing_in_the_place_of_bytes_is_named(kind: Any) -> None:
+    with pytest.raises(lw.errors.InvalidValue, match=rf"memory_budget.*'reduce'.*{kind.__name__}\(sharing='reduce'\)"):
+        kind("reduce")
+    assert kind(sharing="reduce").sharing == "reduce"
 
 
 @pytest.mark.parametrize(

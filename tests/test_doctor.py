@@ -732,7 +732,7 @@ def test_warnings_of_a_fit_are_findings_not_warnings(quick):
         ({"subset": 3}, "subset must be"),
         ({"forward": 3}, "forward must be"),
         ({"memory_budget": 10}, "memory_budget"),
-        ({"memory_budget": 1e9}, "memory_budget"),
+        ({"memory_budget": 1e9 + 0.5}, "memory_budget"),
     ],
 )
 def test_nonsense_is_refused(arguments, fragment):

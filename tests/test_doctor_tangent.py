@@ -70,7 +70,7 @@ def test_a_pass_is_half_a_push_and_half_a_pull_and_what_the_structure_does(strea
 def test_known_directions_take_memory_up_to_the_room_for_them(streamed, monkeypatch):
     few, (p, m) = tangent.PASSES // 2, (39, 300)
     assert tangent.centered(FREE, streamed, NOTHING).work == 16 * few * (p + m) + 24 * few * m
-    monkeypatch.setattr(center, "ROOM", 5 * 8 * (p + m))
+    monkeypatch.setattr(center, "DIRECTION_BYTES", 5 * 8 * (p + m))
     assert tangent.centered(FREE, streamed, NOTHING).work == 16 * 5 * (p + m) + 24 * 5 * m
 
 
@@ -91,7 +91,7 @@ def test_a_round_in_memory_is_a_factorization_and_its_steps(monkeypatch, likelih
     monkeypatch.setattr(tangent, "SEARCH", 0.0)
     kind = lw.likelihoods.Gaussian() if likelihood == "gaussian" else None
     problem, need = made(100, 3, likelihood=kind), replace(FREE, exact=exact, factorize=100.0, solve=1.0)
-    count = tangent.STEPS[steps]
+    count = tangent.STEPS_PER_ROUND[steps]
     found = tangent.centered(need, problem, NOTHING)
     assert found.each == pytest.approx(100 + count)
     assert found.tangent == pytest.approx(tangent.ROUNDS * (100 + count))
@@ -126,7 +126,7 @@ def test_memory_is_that_of_the_larger_center(monkeypatch):
     monkeypatch.setattr(plan, "LIBRARIES", 0)
     problem = made(100, 3)
     for kept, whole in ((400.0, 1000), (800.0, 1300)):
-        found = plan._told(replace(FREE, kept=kept, work=500.0), problem, 1.0, 1000 + problem.copies)
+        found = plan._cost_of(replace(FREE, kept=kept, work=500.0), problem, 1.0, 1000 + problem.copies)
         assert found.memory - problem.copies == whole
         assert found.memory_at_map - problem.copies == 1000
         assert found.fits == (whole == 1000)

@@ -18,7 +18,6 @@ import lapwing as lw
 from lapwing.errors import LapwingWarning, NotPositiveDefinite, Unsupported
 from lapwing.likelihoods import Gaussian
 from lapwing.operators import Blocks, Dense, Diagonal, Kronecker, linalg
-from lapwing.operators.diagonal import element_wise
 
 SEEDS = (0, 1, 2)
 
@@ -103,7 +102,7 @@ def test_a_block_without_a_prior_says_so(verb: Any) -> None:
 )
 def test_a_prior_for_each_weight_is_refused_by_name(verb: Any) -> None:
     op = Kronecker(gram(0, 3, 3)[None], gram(1, 2, 2)[None], scalar(1.0), name="fc1")
-    for d in (element_wise(torch.arange(1.0, 7)), Diagonal(torch.ones(2), 6, torch.tensor([0, 1, 1, 1, 0, 0]))):
+    for d in (Diagonal(torch.arange(1.0, 7).double(), 6), Diagonal(torch.ones(2), 6, torch.tensor([0, 1, 1, 1, 0, 0]))):
         with pytest.raises(Unsupported, match=r"element-wise prior on fc1; .*structure='diag'"):
             verb(linalg.shift(op, d))
 
@@ -113,7 +112,7 @@ def test_layers_of_one_row_or_one_column(size: int) -> None:
     """Where W is a vector, a prior for each weight is a prior by rows or columns."""
     for o, i in ((1, size), (size, 1)):
         a, b = gram(0, 3, i), gram(1, 3, o)
-        d = element_wise(torch.arange(1.0, o * i + 1))
+        d = Diagonal(torch.arange(1.0, o * i + 1).double(), o * i)
         op = linalg.shift(Kronecker(a[None], b[None], scalar(1.3)), d)
         M = 1.3 * torch.kron(b, a) + d.dense().diag()
         close(linalg.logdet(op), torch.logdet(M))
@@ -228,11 +227,11 @@ def test_blocks_take_their_own_part_of_a_prior() -> None:
         close(linalg.logdet(linalg.shift(op, d)), torch.logdet(M))
         close(linalg.solve(linalg.shift(op, d), normal(4, 3, 8)), normal(4, 3, 8) @ torch.linalg.inv(M))
     with pytest.raises(Unsupported, match="structure='diag'"):
-        linalg.logdet(linalg.shift(op, element_wise(torch.arange(1.0, 9))))
+        linalg.logdet(linalg.shift(op, Diagonal(torch.arange(1.0, 9).double(), 8)))
 
 
 def test_blocks_under_a_prior_for_each_weight() -> None:
-    where, d = (torch.tensor([2, 0]), torch.tensor([4, 1, 3])), element_wise(torch.arange(1.0, 6))
+    where, d = (torch.tensor([2, 0]), torch.tensor([4, 1, 3])), Diagonal(torch.arange(1.0, 6).double(), 5)
     op, dense = Blocks((Dense(gram(0, 2, 2)), Dense(gram(1, 2, 3))), where), torch.zeros(5, 5, dtype=torch.float64)
     for index, block in zip(where, (gram(0, 2, 2), gram(1, 2, 3)), strict=True):
         dense[index.unsqueeze(-1), index] = block

@@ -36,7 +36,6 @@ from lapwing.operators import (
     linalg,
     root,
 )
-from lapwing.operators.diagonal import element_wise
 from lapwing.operators.root import Pair
 
 KINDS = ("uniform", "grouped", "element")
@@ -90,7 +89,7 @@ class Compliance:
         if kind == "uniform":
             return Diagonal(positive(generator, 1), p)
         if kind == "element":
-            return element_wise(positive(generator, p))
+            return Diagonal(positive(generator, p), p)
         index = self.index(p)
         return Diagonal(positive(generator, int(index.max()) + 1), p, index)
 
@@ -524,7 +523,7 @@ class TestBlocks(Compliance):
     def curvature(self, generator: torch.Generator) -> tuple[Any, Tensor]:
         h, values, r, w = gram(generator, 2, 3), positive(generator, 2), normal(generator, 2, 4), positive(generator, 1)
         where = torch.tensor([4, 1, 7]), torch.tensor([0, 8]), torch.tensor([6, 5, 2, 3])
-        parts = Dense(h), element_wise(values), RootPlusDiagonal(HeldRows(r), Diagonal(w, 2))
+        parts = Dense(h), Diagonal(values, len(values)), RootPlusDiagonal(HeldRows(r), Diagonal(w, 2))
         dense = torch.zeros(9, 9, dtype=torch.float64)
         for index, block in zip(where, (h, values.diag(), w * r.mT @ r), strict=True):
             for i, row in enumerate(index):
@@ -551,19 +550,12 @@ class TestBlocksOfKronecker(Compliance):
 # -- what only some operators have ---------------------------------------------------------------------------------
 
 
-def test_counts_and_restrictions_of_a_diagonal() -> None:
+def test_counts_of_a_diagonal() -> None:
     index = torch.tensor([1, 1, 0, 2, 1])
     grouped = Diagonal(torch.tensor([3.0, 5.0, 7.0]), 5, index)
     assert grouped.counts().tolist() == [1, 3, 1]
     assert Diagonal(torch.ones(1), 5).counts().tolist() == [5]
     assert Diagonal(torch.ones(5), 5).counts().tolist() == [1] * 5
-    for columns in (slice(0, 2), slice(1, 4), slice(4, 5), slice(2, None)):
-        for d in (grouped, Diagonal(torch.ones(1), 5), Diagonal(torch.arange(5.0), 5)):
-            part = d.restrict(columns)
-            assert torch.equal(part.dense(), d.dense()[columns])
-            assert part.size == len(part.dense())
-    assert grouped.restrict(slice(0, 2)).uniform
-    assert not grouped.restrict(slice(1, 4)).uniform
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -654,9 +646,9 @@ def test_many_precisions_cannot_be_tuned_over_streamed_rows(monkeypatch: pytest.
     monkeypatch.setattr(root, "GROUPS", 2)
     r, values = normal(seeded(0), 4, 9), positive(seeded(1), 9)
     op = RootPlusDiagonal(FakeStream(r), Diagonal(torch.ones(1, dtype=torch.float64), 4))
-    fixed = linalg.shift(op, element_wise(values))
+    fixed = linalg.shift(op, Diagonal(values, len(values)))
     close(linalg.logdet(fixed), torch.logdet(r.mT @ r + values.diag()))
-    close(linalg.traces(fixed, element_wise(values)), (r.mT @ r + values.diag()).diagonal())
+    close(linalg.traces(fixed, Diagonal(values, len(values))), (r.mT @ r + values.diag()).diagonal())
     with pytest.raises(Unsupported, match="memory_budget"):
         linalg.logdet(linalg.shift(op, Diagonal(values.requires_grad_(), 9)))
 

@@ -521,7 +521,7 @@ def laplace(
     prior: Any = 1.0,
     factor: Any = "auto",
     forward: Any = None,
-    memory_budget: int | None = None,
+    memory_budget: float | None = None,
     generator: torch.Generator | None = None,
     progress: bool = False,
     process_group: Any = None,
@@ -534,18 +534,18 @@ def laplace(
     structure: "auto", a key of STRUCTURES or an object.
     subset: "all", "last_layer", globs, {name: mask} or one bool vector.
     prior: a precision, "layerwise", "gprior", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
-    "empirical", "hessian" or an object. memory_budget: bytes of working memory (1 GiB).
+    "empirical", "hessian" or an object. memory_budget: bytes of working memory (1 GiB; 2e9 is 2 GB).
     process_group: "world" or a torch.distributed group, each process of which calls this with its own shard of the data
     (see docs/guide/scaling.md); the result is the same on all, and so must be every call of its methods.
     checkpoint: a file that is written after every `every` batches (100); a fit that finds it there goes on from it to
     the same bits, and refuses that of another fit; it is removed when the fit is done (see docs/guide/continual.md).
     """
     ranks = as_ranks(process_group)
-    with ranks.told("reading the arguments"):
+    with ranks.sharing_errors("reading the arguments"):
         budget, likelihood = as_budget(memory_budget), as_likelihood(likelihood)
     batches = as_shard(data, ranks)
     tangent = as_tangent(model, batches, subset, forward)
-    with ranks.told("reading the prior"):
+    with ranks.sharing_errors("reading the prior"):
         bound = as_prior(prior, tangent.layout, tangent.device)
     ranks.agree(
         facts(tangent, likelihood, bound, structure, factor, budget, generator),

@@ -41,6 +41,7 @@ LIKELIHOODS = {
 
 
 def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
+    """A likelihood by its name, or as it is."""
     if isinstance(likelihood, likelihoods.Likelihood):
         return likelihood
     if isinstance(likelihood, str) and likelihood in LIKELIHOODS:
@@ -49,6 +50,7 @@ def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
 
 
 def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussian:
+    """A prior from a precision, a word, {glob: precision} or an object, bound to the parameters."""
     if isinstance(prior, (int, float, Tensor)) and not isinstance(prior, bool):
         prior = priors.Gaussian(prior) if torch.as_tensor(prior).ndim == 0 else priors.Gaussian(prior, per="weight")
     elif prior == "layerwise":
@@ -65,6 +67,7 @@ def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussia
 
 
 def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
+    """A structure by its name, with this memory budget, or as it is; "auto" goes by the size of the problem."""
     if structure == "auto":
         small = min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL
         structure = "full" if small else "kron"
@@ -78,6 +81,7 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
 
 
 def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: Any = None) -> Factor:
+    """An output factor by its name, or as it is; "auto" goes by the number of outputs."""
     if factor == "auto" and isinstance(structure, curvature.MatrixFree):
         return Factor("exact")  # products with it cost nothing more
     if factor == "auto":
@@ -99,7 +103,7 @@ def as_tangent(model: Any, batches: Any, subset: Any, forward: Any) -> TangentMo
     example = first_inputs(batches, device)
     if forward is None and isinstance(example, Tensor):
         example = example[:FEW]  # enough to trace
-    with ranks_of(batches).told("linearizing the network"):
+    with ranks_of(batches).sharing_errors("linearizing the network"):
         return linearize(model, subset, forward=forward, example=example)
 
 
@@ -119,16 +123,13 @@ def as_ranks(process_group: Any) -> Ranks:
 
 def as_shard(data: Any, ranks: Ranks) -> Any:
     """Batches, of which each rank has a shard where there are several."""
-    with ranks.told("reading the arguments"):
+    with ranks.sharing_errors("reading the arguments"):
         return as_batches(data if ranks.alone or isinstance(data, Shard) else Shard(data, ranks), sharded=True)
 
 
-def as_budget(memory_budget: int | None) -> int:
-    if memory_budget is None:
-        return BUDGET
-    if not isinstance(memory_budget, int) or memory_budget < 2**16:
-        raise InvalidValue(f"memory_budget is a number of bytes, at least {2**16}; got {memory_budget!r}")
-    return memory_budget
+def as_budget(memory_budget: float | None) -> int:
+    """Bytes of working memory; None is BUDGET, 2e9 is a whole number."""
+    return BUDGET if memory_budget is None else given.memory(memory_budget, least=2**16)
 
 
 def facts(

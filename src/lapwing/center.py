@@ -42,11 +42,13 @@ from lapwing.tangent import TangentModel
 
 EXACT = 1e-10  # tolerance with the rows of J in memory
 STREAMED = 2.5e-4  # with J by passes
-STEPS = 500  # at the most
-PATIENCE, SIDE = 20, 4_000  # steps after which P becomes the Hessian, of at most so many rows or columns
-NEWTON = 50  # steps of Newton's method in the space of known directions
+SEARCH_STEPS = 500  # towards v*, at the most
+PATIENCE = 20  # steps after which P becomes the Hessian
+HESSIAN_SIDE = 4_000  # rows or columns of J, the fewer of them, up to which it does
+NEWTON_STEPS = 50  # in the space of known directions
 DEPENDENT = 1e-13  # share of the largest eigenvalue below which directions count as dependent
-KEPT, ROOM = 64, 2**29  # directions, at most, and the bytes that they may take (but two are always kept)
+MAX_DIRECTIONS = 64  # that are known at a time
+DIRECTION_BYTES = 2**29  # that they and their images may take; two are always kept
 ROUNDING = 30  # of an output, in units of its last place
 ROWS = 2**28  # bytes of rows, for one output, up to which they are kept
 
@@ -92,10 +94,12 @@ class Jacobian:
 
     @property
     def passes(self) -> int:
+        """Passes over the data so far."""
         return self.counter["passes"]
 
     @property
     def ranks(self) -> Ranks:
+        """The processes that share the data."""
         return loading.ranks_of(self.batches)
 
     @cached_property
@@ -117,7 +121,7 @@ class Jacobian:
         if self.rows is not None:
             return (self.rows @ v).reshape(self.f.shape)
         v = self.ranks.same(v, "directions of the tangent map")
-        with self.ranks.told("a pass of the tangent map"):
+        with self.ranks.sharing_errors("a pass of the tangent map"):
             return torch.cat([self.f[:0], *(self._push(x, v) for x, _, _ in self._each())])
 
     def pull(self, u: Tensor) -> Tensor:
@@ -125,7 +129,7 @@ class Jacobian:
         if self.rows is not None:
             return self.total(u.reshape(-1) @ self.rows)[0]
         pulled = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
-        with self.ranks.told("a pass of the tangent map"):
+        with self.ranks.sharing_errors("a pass of the tangent map"):
             for x, index, shape in self._each():
                 pulled += self._pull(x, u[index], shape)
         return self.total(pulled)[0]
@@ -141,7 +145,7 @@ class Jacobian:
             return self.total(torch.einsum("rp,rp->p", self.rows, self.rows))[0]
         generator = self.ranks.own(torch.Generator().manual_seed(0))
         squares = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
-        with self.ranks.told("a pass of the tangent map"):
+        with self.ranks.sharing_errors("a pass of the tangent map"):
             for x, _, shape in self._each():
                 signs = torch.randint(0, 2, (probes, *shape), generator=generator).to(self.f) * 2 - 1
                 squares += self.tangent.vjps(x, signs).to(squares).square().mean(0)
@@ -188,7 +192,7 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
     shapes: list[torch.Size] = []
     held, maker, ranks = False, None, loading.ranks_of(batches)
     inputs = fixed.no_sums()
-    with ranks.told("reading the data for the tangent map"):
+    with ranks.sharing_errors("reading the data for the tangent map"):
         for x, y in loading.passes(batches, tangent.device, label="tangent map"):
             if maker is None:
                 maker = RowMaker(tangent, cover(tangent, x))
@@ -255,6 +259,7 @@ class Objective:
 
     @property
     def weights(self) -> Tensor:
+        """The curvature weights of the likelihood, (h,)."""
         return self.likelihood.curvature_weights("exact").to(self.a)
 
     def score(self, z: Tensor) -> Tensor:
@@ -273,7 +278,7 @@ class Objective:
     def affordable(self) -> bool:
         """Whether the Hessian can be had, and factorized."""
         rows = self.jacobian.rows
-        return rows is not None and min(sum(self.jacobian.counts), rows.shape[1]) <= SIDE
+        return rows is not None and min(sum(self.jacobian.counts), rows.shape[1]) <= HESSIAN_SIDE
 
     def root(self, z: Tensor) -> Any:
         """Σ J_nᵀ Λ(z_n) J_n from the rows of J, as an operator."""
@@ -312,7 +317,8 @@ class Space:
 
     @classmethod
     def empty(cls, v: Tensor, z: Tensor, jacobian: Jacobian) -> Space:
-        most = min(KEPT, max(2, ROOM // (8 * (v.numel() + max(jacobian.counts)))))
+        """No directions yet, with room for as many as memory allows."""
+        most = min(MAX_DIRECTIONS, max(2, DIRECTION_BYTES // (8 * (v.numel() + max(jacobian.counts)))))
         return cls(v.new_zeros(0, *v.shape), z.new_zeros(0, *z.shape), most)
 
     def plus(self, d: Tensor, jd: Tensor) -> Space:
@@ -330,7 +336,7 @@ class Space:
         which differences of v and of z would not."""
         moves, images = [], self.images.flatten(1)
         prior = (self.directions * objective.a) @ self.directions.mT
-        for _ in range(NEWTON if len(images) else 0):
+        for _ in range(NEWTON_STEPS if len(images) else 0):
             pushed = objective.curved(z, self.images).flatten(1)
             curved, slope = objective.jacobian.total(pushed @ images.mT, images @ objective.score(z).flatten())
             slope = slope - self.directions @ (objective.a * (v - objective.m))
@@ -388,7 +394,7 @@ def tangent_map(
     if away is not None:
         v, z, start = v + away[0], z + away[1], None
     pulled = _pulled(objective, start, z)
-    residual, step, steps = float("inf"), 0, STEPS if steps is None else steps
+    residual, step, steps = float("inf"), 0, SEARCH_STEPS if steps is None else steps
     for step in range(steps + 1):
         g = objective.gradient(v, pulled)
         ahead = linalg.solve(objective.precision, g)

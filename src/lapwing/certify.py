@@ -41,7 +41,7 @@ from lapwing.leave_one_out import random_signs as _signs
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import RootPlusDiagonal, linalg
-from lapwing.operators.streamed import STEPS, WORK
+from lapwing.operators.streamed import LANCZOS_VECTORS, WORK
 from lapwing.posterior import Gaussian, condition, curvature
 from lapwing.solvers import Estimate, cg, quadrature
 from lapwing.solvers.estimate import FEWEST, exactly, mean_of, ratio_of
@@ -76,6 +76,7 @@ class Reader:
 
     @property
     def ranks(self) -> Ranks:
+        """The processes that share the data."""
         return loading.ranks_of(self.batches)
 
     @property
@@ -192,7 +193,7 @@ class Inputs:
 def _given(reader: Reader, x: Any, k: int, generator: torch.Generator) -> Inputs:
     """j = Σ_n J(x_n)ᵀu_n over inputs that a user gave, the same on every rank."""
     tangent = reader.state.tangent
-    with reader.ranks.told("reading the inputs"):
+    with reader.ranks.sharing_errors("reading the inputs"):
         x = tree.map_tensors(lambda t: t.to(tangent.device), loading.inputs_of(x))
         loading.check_finite(x, "the inputs")
         n = tree.batch_size(x)
@@ -223,7 +224,7 @@ def _left_out(reader: Reader, seen: Probe, near: Any, k: int, generator: torch.G
 
         few = seen.outputs * seen.positions <= FEW_COLUMNS
         start = sum(ranks.gather(own, "examples of each rank")[: ranks.rank])
-        with ranks.told("examples"):
+        with ranks.sharing_errors("examples"):
             batches = reader.each("examples")
             found = (
                 every(batches, state.n, start)
@@ -293,7 +294,7 @@ def _trace(
         return exactly(own / float(_sum_diagonal(curvature(true, likelihood))))
     sums = LayeredSum(tangent, structure.parts(tangent, seen.inputs), k, structure)  # each probe kept apart
     column, own_signs = torch.arange(k, device=tangent.device), reader.ranks.own(generator)
-    with reader.ranks.told("the trace"):
+    with reader.ranks.sharing_errors("the trace"):
         for x, y in reader.each("trace"):
             f = sums.forward(x)
             root = likelihood.scaled_root(flat_outputs(f), flat_targets(f, y))  # (m, c, q)
@@ -317,7 +318,7 @@ def _log_det(
     those of the fewest do not, only the last vectors are kept. And a note, where it has not settled."""
     starts = linalg.draw(near, k, generator)
     room = budget // (8 * starts.shape[-1])  # vectors
-    groups = starts.tensor_split(max(1, min(k // FEWEST, -(-k // max(1, room // STEPS)))))
+    groups = starts.tensor_split(max(1, min(k // FEWEST, -(-k // max(1, room // LANCZOS_VECTORS)))))
     window = max(SHORT, room // len(groups[0]) - WORK)
 
     def step(v: Tensor) -> Tensor:
@@ -341,7 +342,7 @@ def _pulled(reader: Reader, k: int, generator: torch.Generator) -> Tensor:
     tangent = reader.state.tangent
     total = torch.zeros(k, tangent.layout.size, dtype=torch.float64, device=tangent.device)
     own = reader.ranks.own(generator)
-    with reader.ranks.told("vectors of signs"):
+    with reader.ranks.sharing_errors("vectors of signs"):
         for x, _ in reader.each("predictions"):
             f = tangent(x)
             total += tangent.vjps(x, _signs((k, *f.shape), own, f)).to(total)

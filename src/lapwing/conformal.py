@@ -32,6 +32,8 @@ REAL, CLASSES = ("normalized", "quantile"), ("probability", "cumulative")
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
+    """Sets of targets at a level, from the scores of calibration examples."""
+
     score: str
     level: float
     n: int  # calibration examples

@@ -42,6 +42,7 @@ class TensorBatches:
 
     @property
     def n(self) -> int:
+        """The number of examples."""
         return tree.batch_size(self.inputs)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -210,6 +211,7 @@ def inputs_of(batch: Any) -> Any:
 
 
 def check_finite(inputs: Any, what: str) -> None:
+    """Raise if tensors of a tree hold NaN or infinite values; `what` names them."""
     for tensor in tree.tensors(inputs):
         if tensor.layout is not torch.strided:
             tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
@@ -250,7 +252,7 @@ def passes(
 def first_inputs(batches: Iterable[Any], device: torch.device) -> Any:
     """The inputs of the first batch; of shards, that of the first rank that has one, so that all ranks see the same."""
     ranks = ranks_of(batches)
-    with ranks.told("reading the first batch"):
+    with ranks.sharing_errors("reading the first batch"):
         mine = next((x for x, _ in passes(batches, device)), None)
     found = ranks.first(mine, "the first batch")
     if found is None:

@@ -3,10 +3,10 @@
     Σ_n  =  Σ_r Σ_(n in shard r)
 
 `Shard(batches, ranks)` is data like any other; whoever reads data asks `data.ranks_of` for the ranks that share them.
-Local work is done inside `told`, at whose end the ranks meet: an error on one is an error on all, and ranks that fell
-out of step are an error too, so that nobody waits for what will not come. A rank that died, or does not come within the
-group's timeout, ends the others with an error. What ranks compute from sums over ranks is the same on all, since the
-sums are, bit by bit; where it could differ all the same (eigenvectors, right-hand sides) it is compared.
+Local work is done inside `sharing_errors`, at whose end the ranks meet: an error on one is an error on all, and ranks
+that fell out of step are an error too, so that nobody waits for what will not come. A rank that died, or does not come
+within the group's timeout, ends the others with an error. What ranks compute from sums over ranks is the same on all,
+since the sums are, bit by bit; where it could differ all the same (eigenvectors, right-hand sides) it is compared.
 
 Columns (samples, right-hand sides, probes) are spread over ranks: of k columns each rank holds its `share`, in order.
 What needs the data of all ranks sees the columns of all for a while (`joint`), and what it sums over the data goes back
@@ -32,12 +32,13 @@ from torch.utils import _pytree as pytree
 
 from lapwing import tree
 from lapwing.errors import InvalidValue, RankFailed
+from lapwing.splitmix import GOLDEN
 
 WORDS = 126  # numbers that travel with a header
 SMALL = 2**16  # bytes up to which tensors travel together
 ROUNDING = 1e-3  # by how much vectors of an iteration may differ between ranks, relative: machines round differently
 CHUNK = 2**22  # numbers that are hashed at a time
-TOLD = "told_to_all_ranks"  # an attribute of an error that every rank has raised, or heard of
+SHARED = "shared_with_all_ranks"  # an attribute of an error that every rank has raised, or knows of
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +50,19 @@ class Ranks:
 
     @property
     def size(self) -> int:
+        """The number of processes."""
         if self.group is not None and not dist.is_initialized():
             raise RankFailed("the process group of these data was destroyed; destroy it after the last pass over them")
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
+        """Which of them this is, from 0 on."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def alone(self) -> bool:
+        """Whether there is only one."""
         return self.size == 1
 
     @property
@@ -69,13 +73,13 @@ class Ranks:
     # -- in step ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def told(self, what: str) -> Iterator[None]:
+    def sharing_errors(self, what: str) -> Iterator[None]:
         """Local work: if it fails on one rank, every rank raises, at its end or where they meet next inside."""
         error: Exception | None = None
         try:
             yield
         except Exception as found:
-            if self.alone or getattr(found, TOLD, False):
+            if self.alone or getattr(found, SHARED, False):
                 raise
             error = found
         self.meet(what, error)
@@ -93,12 +97,12 @@ class Ranks:
         if any(bool(one[0]) for one in found):
             texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
             if error is not None:
-                raise _told(error)
-            told = "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text is not None)
-            raise _told(RankFailed(f"{what} failed on another rank, and so on all. {told}"))
+                raise _shared(error)
+            reasons = "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text is not None)
+            raise _shared(RankFailed(f"{what} failed on another rank, and so on all. {reasons}"))
         if len({int(one[1]) for one in found}) > 1:
             places = "; ".join(f"rank {r}: {place}" for r, place in enumerate(self.gather(what)))
-            raise _told(
+            raise _shared(
                 RankFailed(
                     f"the ranks are out of step. {places}. Every rank must call the same methods, with the same "
                     "arguments and in the same order"
@@ -113,16 +117,16 @@ class Ranks:
         found = [tuple(theirs.items()) for theirs in self.gather(dict(facts))]
         usual = Counter(found).most_common(1)[0][0]
         differ = {r: _difference(theirs, usual, found.index(usual)) for r, theirs in enumerate(found)}
-        told = [f"rank {r} {difference}" for r, difference in differ.items() if difference]
-        if told:
-            raise InvalidValue(f"the ranks do not fit the same posterior: {'; '.join(told)}. {do}")
+        differences = [f"rank {r} {difference}" for r, difference in differ.items() if difference]
+        if differences:
+            raise InvalidValue(f"the ranks do not fit the same posterior: {'; '.join(differences)}. {do}")
 
     def same(self, tensor: Tensor, what: str) -> Tensor:
         """A tensor that all ranks have: rank 0's, where they differ by rounding; more is an error."""
         if self.agrees({f"{what} {tuple(tensor.shape)}": tensor}):
             return tensor
         lead = self.lead({what: tensor})[what]
-        with self.told(what):
+        with self.sharing_errors(what):
             apart = float((tensor - lead).norm() / lead.norm().clamp(min=torch.finfo(lead.dtype).tiny))
             if not apart <= ROUNDING:
                 raise InvalidValue(
@@ -168,6 +172,7 @@ class Ranks:
         return out
 
     def totals(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Sums over ranks, by name, as `total` gives them."""
         return dict(zip(tensors, self.total(list(tensors.values()), what), strict=True))
 
     def count(self, n: int, what: str) -> int:
@@ -221,13 +226,15 @@ class Ranks:
         parts = [tree.raw(one) for one in held]
         flat = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
         shapes = tree.map_tensors(lambda t: _Packed(tuple(t.shape), t.dtype), list(things))  # type: ignore[arg-type, return-value]
-        told = self.gather((len(flat), shapes), what)
-        longest = max(length for length, _ in told)
+        brought = self.gather((len(flat), shapes), what)
+        longest = max(length for length, _ in brought)
         padded = torch.cat([flat, flat.new_zeros(longest - len(flat))]).to(self.device)
-        found = [torch.empty_like(padded) for _ in told]
+        found = [torch.empty_like(padded) for _ in brought]
         self._call("gather", longest, dist.all_gather, found, padded)
         return [
-            one for (_, theirs), data in zip(told, found, strict=True) for one in _unpacked(theirs, data.cpu(), device)
+            one
+            for (_, theirs), data in zip(brought, found, strict=True)
+            for one in _unpacked(theirs, data.cpu(), device)
         ]
 
     def own(self, generator: torch.Generator) -> torch.Generator:
@@ -313,7 +320,7 @@ class Ranks:
         try:
             collective(*args, group=self.group)
         except RuntimeError as error:
-            raise _told(
+            raise _shared(
                 RankFailed(
                     f"rank {self.rank} of {self.size} lost the group ({error}). A process died, does not call what the "
                     "others call, or took longer than the group's timeout: look for the first error in the output of "
@@ -382,8 +389,8 @@ def _difference(theirs: tuple[tuple[str, str], ...], usual: tuple[tuple[str, str
     return f"{of} {more[min(len(theirs), len(usual))][0]}, unlike rank {rank}"
 
 
-def _told(error: Exception) -> Exception:
-    setattr(error, TOLD, True)
+def _shared(error: Exception) -> Exception:
+    setattr(error, SHARED, True)
     return error
 
 
@@ -416,6 +423,6 @@ def _checksum(tensors: Sequence[Tensor]) -> int:
     pieces = (part for tensor in tensors for part in tensor.detach().reshape(-1).to(torch.float64).split(CHUNK))
     for i, part in enumerate(pieces):
         words = part.contiguous().view(torch.int64)
-        place = torch.arange(1, len(words) + 1, device=words.device) * -7046029254386353131 | 1
+        place = torch.arange(1, len(words) + 1, device=words.device) * GOLDEN | 1
         total += (2 * i + 1) * int(((words ^ (words >> 29)) * place).sum())
     return (total + 2**63) % 2**64 - 2**63

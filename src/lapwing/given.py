@@ -31,6 +31,14 @@ def whole(value: Any, what: str, least: int = 0) -> int:
     return int(value)
 
 
+def memory(value: Any, what: str = "memory_budget", least: int = 1) -> int:
+    """Bytes of memory, a whole number: 2e9 is one, and so is 2_000_000_000."""
+    whole = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
+    if not whole or isinstance(value, bool) or value < least:
+        raise InvalidValue(f"{what} is a whole number of bytes, at least {least} (2e9 is 2 GB); got {_short(value)}")
+    return int(value)
+
+
 def share(value: Any, what: str) -> float:
     """A number strictly between 0 and 1."""
     if not isinstance(value, Real) or not 0 < float(value) < 1:

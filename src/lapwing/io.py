@@ -82,6 +82,7 @@ class Saved:
         return state
 
     def center_at(self, device: torch.device) -> Center | None:
+        """The tangent MAP, if one was saved, on a device."""
         if self.at is None:
             return None
         statistics = {key: value.to(device) for key, value in self.at.statistics.items()}
@@ -101,6 +102,7 @@ class Saved:
 
 
 def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A state as tensors and a header."""
     tensors = {f"sums.{k}": v for k, v in state.sums.items()}
     tensors |= {f"statistics.{k}": v for k, v in state.statistics.items()}
     tensors |= {} if state.inputs is None else {"input_sums": state.inputs}
@@ -132,6 +134,7 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def pack_objects(prior: Any, likelihood: Any, tuning: Tuning | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Prior, likelihood and record of tuning as tensors and a header."""
     tensors: dict[str, Tensor] = {}
     return tensors, {
         "prior": pack_object(prior, "prior", "prior.", tensors),
@@ -141,6 +144,7 @@ def pack_objects(prior: Any, likelihood: Any, tuning: Tuning | None) -> tuple[di
 
 
 def pack_center(center: Center | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tangent MAP as tensors and a header."""
     if center is None:
         return {}, {"tangent_map": None}
     tensors = {"center.vector": center.vector}

@@ -69,7 +69,7 @@ class Examples:
         """j = J_nᵀu of each, (k, p)."""
         tangent = self.state.tangent
         out = torch.zeros(self.k, tangent.layout.size, dtype=torch.float64, device=tangent.device)
-        with self.ranks.told("gradients of examples"):
+        with self.ranks.sharing_errors("gradients of examples"):
             for place, (x, _) in self.held.items():
                 f = tangent(x)
                 out[place] = tangent.vjps(x, random_signs((1, *f.shape), signs, f))[0].to(out)
@@ -78,7 +78,7 @@ class Examples:
     def gone(self, v: Tensor, places: Tensor) -> Tensor:
         """−J_nᵀΛ_nJ_n v, each row of v (m, p) with the example of its place (m,); places of no example add nothing."""
         out = torch.zeros_like(v)
-        with self.ranks.told("products without an example"):
+        with self.ranks.sharing_errors("products without an example"):
             for row, place in enumerate(places.tolist()):
                 if place in self.held:
                     out[row] = -self._own(place, v[row]).to(out)
@@ -99,7 +99,7 @@ class Examples:
         if state.factor.kind == "monte_carlo" or self.k * _work(state) > WORK:
             return (j * linalg.solve(precision, j)).sum(-1), False
         out = torch.zeros(self.k, dtype=torch.float64, device=j.device)
-        with self.ranks.told("the structure without an example"):
+        with self.ranks.sharing_errors("the structure without an example"):
             for place, example in self.held.items():
                 left = condition(self._left(example), prior, likelihood).precision
                 out[place] = j[place] @ linalg.solve(left, j[place : place + 1])[0]

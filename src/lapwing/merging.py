@@ -66,14 +66,14 @@ def _loaded(fit: Laplace | str | os.PathLike[str], model: nn.Module | None, forw
 
 def _check_objects(a: Laplace, b: Laplace, who: str) -> None:
     noises = [{k: v.tolist() for k, v in la.likelihood.hyperparameters.items()} for la in (a, b)]
-    for what, same, told in [
-        ("priors", _same_prior(a.prior, b.prior), f"{_told(a.prior)} and {_told(b.prior)}"),
+    for what, same, both in [
+        ("priors", _same_prior(a.prior, b.prior), f"{_described(a.prior)} and {_described(b.prior)}"),
         ("noises", noises[0] == noises[1], f"{noises[0]} and {noises[1]}"),
         ("temperatures", a.temperature == b.temperature, f"{a.temperature} and {b.temperature}"),
     ]:
         if not same:
             raise InvalidValue(
-                f"cannot merge {who}: their {what} differ, {told}; give both the same with la.replace(...), and tune "
+                f"cannot merge {who}: their {what} differ, {both}; give both the same with la.replace(...), and tune "
                 "after merging"
             )
 
@@ -84,7 +84,7 @@ def _same_prior(a: Any, b: Any) -> bool:
     return kinds[0] == kinds[1] and torch.equal(a.precision, b.precision) and torch.equal(*means)
 
 
-def _told(prior: Any) -> str:
+def _described(prior: Any) -> str:
     values = prior.precision.reshape(-1)
     spread = f"{values[0]:.6g}" if len(values) == 1 else f"{values.min():.6g} to {values.max():.6g}"
     return f"{type(prior).__name__} per {prior.per} with precision {spread}"

@@ -69,6 +69,7 @@ class Entries:
         self.left = dict(self.left)
 
     def broken(self, what: str) -> BrokenFile:
+        """The error that something is wrong with these entries."""
         return BrokenFile(f"{self.where} {what}")
 
     def take(self, key: str, kind: str, least: float | None = None, most: float = math.inf) -> Any:
@@ -83,6 +84,7 @@ class Entries:
         return value
 
     def done(self) -> None:
+        """Raise if entries are left that nobody took."""
         if self.left:
             raise self.broken(f"has {sorted(self.left)}, which nobody knows")
 
@@ -117,9 +119,11 @@ class Tensors:
         self.left = dict(self.left)
 
     def broken(self, what: str) -> BrokenFile:
+        """The error that something is wrong with the tensors."""
         return BrokenFile(f"it {what}")
 
     def take(self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor, of a shape and dtype if given; each is taken once."""
         if name not in self.left:
             raise self.broken(f"has no tensor {name!r}")
         t = self.left.pop(name)
@@ -168,6 +172,7 @@ class Tensors:
         return t
 
     def done(self) -> None:
+        """Raise if tensors are left that nobody took."""
         if self.left:
             raise self.broken(f"has tensors {sorted(self.left)}, which nobody knows")
 

@@ -96,7 +96,7 @@ def sketched_lanczos(
     sketch: int = 10_000,
     subset: Any = "all",
     forward: Any = None,
-    memory_budget: int | None = None,
+    memory_budget: float | None = None,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Score:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lapwing.errors import InvalidValue
+from lapwing.splitmix import mixed_signed
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +31,21 @@ class Layout:
     empty: tuple[str, ...] = ()  # selected too, and without elements, so that they are in no vector
 
     def numel(self, name: str) -> int:
+        """How many elements of a parameter are selected."""
         return int(self.masks[name].sum()) if name in self.masks else math.prod(self.shapes[name])
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the parameters, in order."""
         return tuple(self.shapes)
 
     @property
     def size(self) -> int:
+        """How many elements are selected in all, p."""
         return sum(self.numel(name) for name in self.shapes)
 
     def slices(self) -> dict[str, slice]:
+        """Where each parameter lies in the flat vector."""
         out, start = {}, 0
         for name in self.shapes:
             out[name] = slice(start, start + self.numel(name))
@@ -52,6 +57,7 @@ class Layout:
         return torch.Size([self.numel(name)]) if name in self.masks else self.shapes[name]
 
     def flatten(self, tree: Mapping[str, Tensor], batch_dims: int = 0) -> Tensor:
+        """{name: tensor} as a vector (..., p), after so many batch dimensions."""
         if set(tree) != set(self.shapes):
             raise InvalidValue(f"expected tensors for {list(self.shapes)}, got {list(tree)}")
         for name in self.shapes:
@@ -74,6 +80,7 @@ class Layout:
         return torch.cat([(full[n][self.masks[n]] if n in self.masks else full[n].reshape(-1)) for n in self.shapes])
 
     def same_as(self, other: Layout) -> bool:
+        """Whether another layout has the same names, shapes and masks."""
         return (
             list(self.shapes.items()) == list(other.shapes.items())
             and self.masks.keys() == other.masks.keys()
@@ -101,10 +108,12 @@ def plain(tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree, in order."""
     return [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(plain(tree))
 
 
 def tensors(tree: Any) -> list[Tensor]:
+    """Its leaves that are tensors."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -168,22 +177,15 @@ def row_digests(batch: Any) -> Tensor:
     found = tensors(batch)
     total = _row_digests(found[0])
     for tensor in found[1:]:
-        total = _mixed(total) + _row_digests(tensor)
+        total = mixed_signed(total) + _row_digests(tensor)
     return total
 
 
 def _row_digests(rows: Tensor) -> Tensor:
     bits = rows.detach().reshape(len(rows), -1).cpu().to(torch.float32) + 0.0  # −0 is 0
     words = bits.view(torch.int32).to(torch.int64)
-    place = _mixed(torch.arange(1, words.shape[1] + 1))
-    return _mixed(_mixed(words + place).sum(1))
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64, in int64 that wraps; shifts that keep the sign do no harm to a hash."""
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return x ^ (x >> 31)
+    place = mixed_signed(torch.arange(1, words.shape[1] + 1))
+    return mixed_signed(mixed_signed(words + place).sum(1))
 
 
 def raw(tensor: Tensor) -> Tensor:

@@ -32,16 +32,24 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
-FEW, SOME = 4, 32  # examples that a probe keeps, and looks at where it has a suspicion
+PROBE_EXAMPLES = 4  # that a probe keeps
+SUSPECT_EXAMPLES = 32  # that it looks at where it has a suspicion
 BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
 
 
 class Accumulator(Protocol):
-    def forward(self, x: Any) -> Tensor: ...
+    def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
+        ...
 
-    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None: ...
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
+        ...
 
-    def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]: ...
+    def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]:
+        """The sums by their names, and the batches that are kept."""
+        ...
 
 
 class Structure(Protocol):
@@ -84,11 +92,11 @@ def probe(tangent: TangentModel, batches: Iterable[Any], likelihood: Likelihood 
     ranks, first = loading.ranks_of(batches), loading.first_inputs(batches, tangent.device)
     some = first
     if tangent.separable(first):
-        first, some = (tree.rows_of(first, slice(0, n)) for n in (FEW, SOME))
+        first, some = (tree.rows_of(first, slice(0, n)) for n in (PROBE_EXAMPLES, SUSPECT_EXAMPLES))
     f = tangent(first)
     if likelihood is not None and looks_applied(likelihood, flat_outputs(f)):
         check_applied(tangent, likelihood, flat_outputs(tangent(some)), some)
-    with ranks.told("counting the examples"):
+    with ranks.sharing_errors("counting the examples"):
         fixed.check_examples(batches)
         n, sums = loading.examples(batches), torch.full((5,), torch.nan, dtype=torch.float64)
         if n is None:
@@ -122,6 +130,7 @@ class Running:
             raise InvalidValue(f"{self.n} examples with a digest {self.targets} and statistics {list(self.statistics)}")
 
     def count(self, y: Tensor, statistics: dict[str, Tensor]) -> None:
+        """Count the examples of a batch, and add their statistics and the digest of their targets."""
         self.n += len(y)
         self.targets = (self.targets + tree.digest(y)) % 2**64
         for key, value in statistics.items():
@@ -209,6 +218,7 @@ class Pass:
 
     @property
     def ranks(self) -> Ranks:
+        """The processes that share the data."""
         return loading.ranks_of(self.batches)
 
     @property
@@ -219,6 +229,7 @@ class Pass:
         return State(self.structure, self.factor, kind, weights, self.tangent, {}, 0, {}, {}, paired=paired)
 
     def journal(self, place: Checkpoint, basis: State | None) -> Journal:
+        """The journal of this pass, in an open checkpoint."""
         tangent, inputs = self.tangent, self.seen.inputs
         one = tree.rows_of(inputs, slice(0, 1)) if tangent.separable(inputs) else inputs
         fit = identity(tangent, self.likelihood, self.factor, self.seen.n, one, self.generator, basis)
@@ -246,7 +257,7 @@ class Pass:
             4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs
         )  # bytes of u, an example
         size = max(1, getattr(self.structure, "memory_budget", BUDGET) // 4 // each)
-        with ranks.told(f"the pass of {self.structure}"):
+        with ranks.sharing_errors(f"the pass of {self.structure}"):
             running, label = Running(accumulator), str(self.structure)
             if journal is not None:
                 journal.resume(running, own, likelihood, self.tangent.device)
@@ -257,7 +268,7 @@ class Pass:
             for x, y in _pieces(self.tangent, stream, size):
                 loading.check_finite(x, "the inputs")
                 running.read(x, y)
-                x, y = _heard(self.tangent, likelihood, x, y, running)
+                x, y = _without_ignored(self.tangent, likelihood, x, y, running)
                 if isinstance(y, Tensor) and y.ndim and not len(y):
                     continue
                 f = accumulator.forward(x)
@@ -277,6 +288,7 @@ class Pass:
         return running
 
     def state(self, running: Running) -> State:
+        """The state of a pass that has ended."""
         parts = getattr(running.accumulator, "parts", ())
         return replace(
             self.empty,
@@ -315,7 +327,9 @@ def _pieces(tangent: TangentModel, batches: Iterable[Any], size: int) -> Iterato
                 yield tree.rows_of(x, index), y[index]
 
 
-def _heard(tangent: TangentModel, likelihood: Likelihood, x: Any, y: Any, running: Running) -> tuple[Any, Any]:
+def _without_ignored(
+    tangent: TangentModel, likelihood: Likelihood, x: Any, y: Any, running: Running
+) -> tuple[Any, Any]:
     """A batch without examples whose every target is ignored: they count, and no factor of the curvature sees them."""
     rows = likelihood.kept(y) if isinstance(y, Tensor) and y.ndim else None
     if rows is None or bool(rows.all()) or not tangent.separable(x):

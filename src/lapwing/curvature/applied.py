@@ -19,7 +19,8 @@ from lapwing.tangent import TangentModel
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.linearize import evaluating
 
-ROWS, VALUES = 8, 32  # that sum to 1, or lie in [0, 1], before it is called no chance
+SURE_ROWS = 8  # that sum to 1, before it is called no chance
+SURE_VALUES = 32  # that lie in [0, 1], before it is
 MOVES = (
     "View",
     "UnsafeView",
@@ -40,13 +41,13 @@ def applied(tangent: TangentModel, likelihood: Likelihood, f: Tensor, x: Any) ->
     if not looks_applied(likelihood, f):
         return False, ""
     if likelihood.response == "softmax":
-        sure = len(f) >= ROWS or ends_with(tangent, x, "Softmax")
+        sure = len(f) >= SURE_ROWS or ends_with(tangent, x, "Softmax")
         return sure, "" if not sure else (
             "the outputs are probabilities already (each row sums to 1) and would pass a softmax twice; take the "
             "softmax out of the network, or give logits by forward=lambda model, x: model(x).log()"
         )
     sure = ends_with(tangent, x, "Sigmoid")
-    return sure, "" if not sure and f.numel() < VALUES else (
+    return sure, "" if not sure and f.numel() < SURE_VALUES else (
         f"all {f.numel()} outputs lie in [0, 1], as if a sigmoid were applied already; {likelihood.name} wants "
         "logits: take it out of the network, or use forward=lambda model, x: torch.logit(model(x))"
     )

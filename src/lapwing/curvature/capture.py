@@ -58,6 +58,7 @@ class Record:
 
     @property
     def model(self) -> nn.Module:
+        """The user's network."""
         return self.tangent.model
 
     @cached_property
@@ -67,9 +68,11 @@ class Record:
 
     @property
     def called(self) -> list[Part]:
+        """The parts whose module was run."""
         return [part for part in self.parts if part.name in self.outputs]
 
     def views(self) -> dict[str, Any]:
+        """What each part that was run saw, {name: view of its inputs}."""
         out = {}
         for part in self.called:
             x = self.inputs[part.name]
@@ -202,6 +205,8 @@ def _stack(columns: tuple[Tensor, ...]) -> Tensor:
 
 
 class Capture:
+    """Runs the network and records the inputs and outputs of its layers."""
+
     def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], clone_all: bool = False) -> None:
         self.tangent, self.clone_all = tangent, clone_all
         self.parts = tuple(part for part in parts if not part.generic)
@@ -210,6 +215,7 @@ class Capture:
         self.columns_at_once = not any(isinstance(m, _ConvNd) for m in tangent.model.modules())
 
     def run(self, x: Any) -> Record:
+        """Run a batch forward, with a graph from the layers' outputs to f (n, ..., c)."""
         model, names = self.tangent.model, {n for part in self.parts + self.unused for n in part.parameters}
         as_it_is = self.tangent.params, nullcontext()
         params, order = as_it_is if self.clone_all else self.tangent.ordered(x)  # the proof runs it as it is

@@ -65,7 +65,7 @@ class Checkpoint:
         identity = {**identity, "the number of ranks": ranks.size}
         journal = Journal(replace(self, path=path), structures[0], identity, outputs.detach())
         try:
-            with ranks.told(f"opening the checkpoint {self.path}"):
+            with ranks.sharing_errors(f"opening the checkpoint {self.path}"):
                 journal.open(structures)
         except BaseException:  # here, or on another rank
             journal.lock.close()
@@ -74,6 +74,7 @@ class Checkpoint:
 
 
 def as_checkpoint(path: str | os.PathLike[str] | Checkpoint | None, every: int | None) -> Checkpoint | None:
+    """A path, or a Checkpoint, written after every so many batches; None is none."""
     if path is None:
         if every is not None:
             raise InvalidValue(f"every={every} says how often to write a checkpoint; give checkpoint=, where to")
@@ -114,6 +115,7 @@ class Journal:
             self.lock = lock.pop_all()
 
     def read(self, structures: list[str]) -> None:
+        """Read the file and hold it to this fit; keep what it holds if it is of this pass."""
         tensors, header = files.read(self.place.path, SCHEMA, files.CHECKPOINT, ANEW)
         with self._whole():
             _check_entries(tensors, header)
@@ -130,6 +132,7 @@ class Journal:
             raise BrokenFile(f"{self.place.path} is broken: {error}; {ANEW}") from error
 
     def done(self) -> None:
+        """Remove the file once the last pass has ended."""
         if self.place.last:
             self.place.path.unlink(missing_ok=True)
 
@@ -254,6 +257,7 @@ class Journal:
         return f"give the same data in the same batches and order (shuffle=False, or the same seed), or {ANEW}"
 
     def write(self, running: Any, generator: torch.Generator) -> None:
+        """Write what the pass holds, in place of the last file."""
         accumulator, tensors = running.accumulator, {}  # type: ignore[var-annotated]
         run = pack_tree(held(running), "run", tensors)
         tensors |= {f"basis.{k}": v for k, v in getattr(accumulator, "basis", {}).items()}

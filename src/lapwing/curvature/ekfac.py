@@ -158,9 +158,10 @@ class SecondMoments:
                 yield view.chunk(index), g[:, index][..., some], some
 
     def close(self, view: Any) -> None:
-        pass
+        """Nothing is left over at the end of a batch."""
 
     def result(self) -> dict[str, Tensor]:
+        """What was summed: values (h, b, o, i)."""
         return {"values": self.total.clamp_(min=0)}  # sums of squares: what is below 0 is rounding (repeated tokens)
 
 

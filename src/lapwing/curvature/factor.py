@@ -25,6 +25,8 @@ KINDS = ("exact", "monte_carlo", "empirical", "hessian")
 
 @dataclass(frozen=True)
 class Factor:
+    """Which output factor is used: kind "exact", "monte_carlo", "empirical" or "hessian"."""
+
     kind: str = "exact"
     samples: int = 8  # of monte_carlo
 

@@ -20,7 +20,7 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.gram import add_gram, mirrored
 from lapwing.curvature.hessian import HessianSum
-from lapwing.curvature.memory import physical_memory
+from lapwing.curvature.memory import count_bytes, physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.curvature.state import Kept, State, register
@@ -30,16 +30,19 @@ from lapwing.operators import Dense, Diagonal, Mixed, OuterRows, RootPlusDiagona
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 
-ROWS = 2048  # rows gathered before they are multiplied
+GATHERED_ROWS = 2048  # rows of J gathered before they are multiplied
 
 
 @register
 @dataclass(frozen=True)
 class Full:
+    """The whole curvature: as a matrix (p, p), primal, or as rows of the data, dual; "auto" takes the smaller."""
+
     form: str = "auto"  # "primal", "dual" or "auto"
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
+        count_bytes(self)
         if self.form not in ("auto", "primal", "dual"):
             raise InvalidValue(f"form must be 'auto', 'primal' or 'dual', got {self.form!r}")
 
@@ -47,6 +50,7 @@ class Full:
         return "full" if self.form == "auto" else f"full ({self.form})"
 
     def resolved(self, probe: Probe, factor: Factor) -> Full:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         rows = probe.n * factor.columns(probe.outputs, probe.positions)
         form = self.form
         if factor.kind == "hessian":
@@ -64,22 +68,24 @@ class Full:
         return replace(self, form=form)
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
-        groups = len(likelihood.curvature_weights(factor.kind))
+        """An empty accumulator for a pass over the data."""
+        weights = len(likelihood.curvature_weights(factor.kind))
         if factor.kind == "hessian":
-            return HessianSum(tangent, likelihood, groups)
+            return HessianSum(tangent, likelihood, weights)
         return (
             DualRows(tangent, likelihood.paired)
             if self.form == "dual"
-            else GramSum(tangent, cover(tangent, probe.inputs), groups, self.memory_budget)
+            else GramSum(tangent, cover(tangent, probe.inputs), weights, self.memory_budget)
         )
 
     def operator(self, state: State, weights: Tensor) -> Any:
+        """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         if self.form == "primal":
             gram = state.sums["gram"]
             psd = state.factor.kind != "hessian"
             if len(weights) == 1:
                 return Dense(gram[0], weights[0], psd=psd, cache=state.cache)
-            return Dense(torch.einsum("g,gab->ab", weights, gram), psd=psd)
+            return Dense(torch.einsum("h,hab->ab", weights, gram), psd=psd)
         return RootPlusDiagonal(self._rows(state), _row_weights(state, weights), cache=state.cache)
 
     def _rows(self, state: State) -> StreamedRows:
@@ -88,12 +94,14 @@ class Full:
         return state.cache["rows"]
 
     def keeps(self, layout: tree.Layout, parts: tuple[Any, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if parts or self.form == "auto":
             raise InvalidValue(f"{self} has no parts and is primal or dual, and this is {self.form} with {len(parts)}")
         gram = Expected(((weights, layout.size, layout.size),), squares=factor.kind != "hessian", gram=True)
         return ({"gram": gram} if self.form == "primal" else {}), {}
 
     def coverage(self, parts: tuple[Any, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, f"exact ({self.form})")
 
 
@@ -127,10 +135,10 @@ class GramSum:
 
     mutable = "gram", "held", "outer"
 
-    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], groups: int, budget: int) -> None:
+    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], weights: int, budget: int) -> None:
         p = tangent.layout.size
-        self.maker, self.groups, self.budget = RowMaker(tangent, parts), groups, budget
-        self.gram = torch.zeros(groups, p, p, dtype=torch.float64, device=tangent.device)
+        self.maker, self.weights, self.budget = RowMaker(tangent, parts), weights, budget
+        self.gram = torch.zeros(weights, p, p, dtype=torch.float64, device=tangent.device)
         self.held: list[Tensor] = []  # (n, K, p) rows waiting to be multiplied
         self.outer: Tensor | None = None  # what came from outer products, in the order of the layer (o, i)
 
@@ -141,10 +149,13 @@ class GramSum:
             raise InvalidValue(f"rows must be (n, K, {self.maker.width}), and outer products {tuple(self.gram.shape)}")
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         self.record = self.maker.run(x)
         return self.record.f.detach()
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
         outer = self.maker.outer(self.record, u)
         if outer is not None:
             self._add_outer(outer)
@@ -153,29 +164,31 @@ class GramSum:
         each = 8 * self.maker.width
         for rows in self.maker.rows(self.record, x, u, self.budget // 4):
             self.held.append(rows)
-            if sum(r.shape[0] * r.shape[1] for r in self.held) >= max(1, min(ROWS, self.budget // (4 * each))):
+            if sum(r.shape[0] * r.shape[1] for r in self.held) >= max(1, min(GATHERED_ROWS, self.budget // (4 * each))):
                 self.flush()
         del self.record
 
     def _add_outer(self, rows: OuterRows) -> None:
         self.outer = torch.zeros_like(self.gram) if self.outer is None else self.outer
         n, i = rows.a.shape
-        for total, g in zip(self.outer, (rows.g[:, h :: self.groups] for h in range(self.groups)), strict=True):
+        for total, g in zip(self.outer, (rows.g[:, h :: self.weights] for h in range(self.weights)), strict=True):
             middle = g.mT @ g  # (n, o, o)
             for o in range(middle.shape[1]):
                 right = middle[:, o, : o + 1, None] * rows.a[:, None]  # (n, o + 1, i)
                 total[o * i : (o + 1) * i, : (o + 1) * i].addmm_(rows.a.mT, right.reshape(n, -1))
 
     def flush(self) -> None:
+        """Multiply the rows that wait, and add them to the Gram matrices (h, p, p)."""
         if not self.held:
             return
         rows = torch.cat(self.held).to(torch.float64)  # (n, K, p)
         self.held = []
-        for g in range(self.groups):
-            mine = rows if self.groups == 1 else rows[:, g :: self.groups]
-            add_gram(self.gram[g], mine.reshape(-1, rows.shape[-1]))
+        for h in range(self.weights):
+            mine = rows if self.weights == 1 else rows[:, h :: self.weights]
+            add_gram(self.gram[h], mine.reshape(-1, rows.shape[-1]))
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        """The sums by their names, and the batches that are kept."""
         self.flush()
         gram = mirrored(self.gram)
         if self.outer is not None:
@@ -195,17 +208,21 @@ class DualRows:
         self.batches: list[tuple[Any, Tensor]] = []
 
     def check(self) -> None:
+        """Raise unless what was read from a checkpoint can be batches."""
         if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in self.batches):
             raise InvalidValue("batches must be pairs of inputs and cotangents")
         check_batches(self.tangent, self.batches)
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Keep the inputs and cotangents of a batch."""
         u = u[:, column < f.shape[-1]] if self.paired else u
         kept = tree.map_tensors(lambda t: t.detach().clone(), x)
         self.batches.append((kept, u.to(f).contiguous()))
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]:
+        """The sums by their names, and the batches that are kept."""
         return {}, tuple(self.batches)

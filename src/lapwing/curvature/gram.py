@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-NARROW, WIDE, LARGE = 96, 256, 512  # columns multiplied at a time, and the size from which it is the wider panels
+NARROW_PANEL, WIDE_PANEL = 96, 256  # columns multiplied at a time
+WIDE_FROM = 512  # columns in all, from which panels are wide
 
 
 def panels(size: int) -> range:
     """Where panels start: narrow ones spare more, wide ones run faster where there are many."""
-    return range(0, size, NARROW if size < LARGE else WIDE)
+    return range(0, size, NARROW_PANEL if size < WIDE_FROM else WIDE_PANEL)
 
 
 def add_gram(total: Tensor, rows: Tensor) -> None:

@@ -23,28 +23,34 @@ CHUNK = 256  # columns of the Hessian made at a time
 
 
 class HessianSum:
+    """Σ_n of the Hessian of −log p by the parameters, (h, p, p)."""
+
     mutable = ("gram",)
 
-    def __init__(self, tangent: TangentModel, likelihood: Likelihood, groups: int) -> None:
+    def __init__(self, tangent: TangentModel, likelihood: Likelihood, weights: int) -> None:
         p = tangent.layout.size
-        self.tangent, self.likelihood, self.groups = tangent, likelihood, groups
-        self.gram = torch.zeros(groups, p, p, dtype=torch.float64, device=tangent.device)
+        self.tangent, self.likelihood, self.weights = tangent, likelihood, weights
+        self.gram = torch.zeros(weights, p, p, dtype=torch.float64, device=tangent.device)
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
         targets = self.likelihood.rows(y, f[..., 0].numel())
-        for g in range(self.groups):
+        for h in range(self.weights):
 
-            def loss(theta: Tensor, g: int = g) -> Tensor:
+            def loss(theta: Tensor, h: int = h) -> Tensor:
                 out = self.tangent.apply(self.tangent.layout.unflatten(theta), x)
-                return -self.likelihood.unit_log_prob(out.reshape(-1, out.shape[-1]), targets)[:, g].sum()
+                return -self.likelihood.unit_log_prob(out.reshape(-1, out.shape[-1]), targets)[:, h].sum()
 
             hessian = _hessian(self.tangent, loss, proof.shapes(x))
-            self.gram[g] += 0.5 * (hessian + hessian.mT)
+            self.gram[h] += 0.5 * (hessian + hessian.mT)
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        """The sums by their names, and the batches that are kept."""
         return {"gram": self.gram}, ()
 
 

@@ -21,6 +21,7 @@ from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover, explain
 from lapwing.curvature.factor import Factor
+from lapwing.curvature.memory import count_bytes
 from lapwing.curvature.parts import Part, check_parts
 from lapwing.curvature.state import Kept, State
 from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum, Room, expected
@@ -35,7 +36,7 @@ from lapwing.tree import Layout
 
 SMALL = 1024  # parameters of a generic or element-wise part that still gets a dense block
 ROUNDING = 1e3  # units in the last place of a gradient
-SIDE = 8192  # of a Kronecker factor; a layer with a longer one (a head over a vocabulary) gets its exact diagonal
+MAX_SIDE = 8192  # rows of a Kronecker factor; a layer with more (a head over a vocabulary) gets its exact diagonal
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,21 @@ class Layered:
         super().__init_subclass__(**options)
         registry.enter("structure", cls)
 
+    def __post_init__(self) -> None:
+        count_bytes(self)
+
     def kind_of(self, part: Part) -> str:
+        """How a part is treated: "kron", "dense" or "diagonal"."""
         raise NotImplementedError
 
     def resolved(self, probe: Probe, factor: Factor) -> Any:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         if factor.kind == "hessian":
             raise InvalidValue(f"factor='hessian' needs structure='full'; use factor='exact' with '{self}'")
         return self
 
     def parts(self, tangent: TangentModel, x: Any) -> tuple[Part, ...]:
+        """The parts of the network, and how each is treated."""
         found = cover(tangent, x)
         return tuple(
             part if part.kind == "unused" else replace(part, kind=self.kind_of(part), reason=self.why(part))
@@ -68,16 +75,19 @@ class Layered:
         return part.reason
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        """An empty accumulator for a pass over the data."""
         weights = len(likelihood.curvature_weights(factor.kind))
         return LayeredSum(tangent, self.parts(tangent, probe.inputs), weights, self)
 
     def operator(self, state: State, weights: Tensor) -> Blocks:
+        """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         if "index" not in state.cache:
             state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
         ops = tuple(part_operator(part, state, weights) for part in state.parts)
         return Blocks(ops, state.cache["index"], state.cache.setdefault("blocks", {}))
 
     def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         check_parts(parts, layout)
         for part in parts:
             if part.kind not in ("unused", self.kind_of(part)):
@@ -89,14 +99,25 @@ class Layered:
         return expected(part, weights)
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return {n: explain(part, tangent.model) for part in state_parts for n in part.parameters}
 
 
 @dataclass(frozen=True)
 class Kronecker(Layered):
+    """One Kronecker product A ⊗ B a layer; small parts that no rule speaks for get a dense block, large ones a
+    diagonal."""
+
     sharing: str = "expand"  # over shared positions: "expand" or "reduce"
 
     def __post_init__(self) -> None:
+        if self.memory_budget in ("expand", "reduce"):  # the first argument, meant for the second
+            name = type(self).__name__
+            raise InvalidValue(
+                f"memory_budget, the first argument of {name}, is a number of bytes; got {self.memory_budget!r}: say "
+                f"{name}(sharing={self.memory_budget!r})"
+            )
+        super().__post_init__()
         if self.sharing not in ("expand", "reduce"):
             raise InvalidValue(f"sharing must be 'expand' or 'reduce', got {self.sharing!r}")
 
@@ -117,7 +138,7 @@ class Kronecker(Layered):
     def _long(self, part: Part) -> bool:
         """Whether a Kronecker factor has too long a side; that of one-hot inputs is kept as their counts."""
         _, o, i = part.shape
-        return o > SIDE or (i > SIDE and not self.one_hot(part))
+        return o > MAX_SIDE or (i > MAX_SIDE and not self.one_hot(part))
 
     def one_hot(self, part: Part) -> bool:
         """Whether inputs can be rows of the identity, of which counts are kept."""
@@ -132,6 +153,8 @@ class Kronecker(Layered):
 
 @dataclass(frozen=True)
 class Block(Layered):
+    """One dense block a layer."""
+
     def __str__(self) -> str:
         return "block"
 
@@ -145,6 +168,8 @@ class Block(Layered):
 
 @dataclass(frozen=True)
 class Diagonal(Layered):
+    """The exact diagonal."""
+
     def __str__(self) -> str:
         return "diag"
 
@@ -230,10 +255,13 @@ class LayeredSum:
                 self.sums[part.name] = DiagonalSum(part, weights, tangent.device, room)
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         self.record = self.capture.run(x)
         return self.record.f.detach()
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
         views = self.record.views()
         for name, view in views.items():
             self.sums[name].see(view, len(f))
@@ -260,4 +288,5 @@ class LayeredSum:
                 self.sums[name].add_rows(own)
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        """The sums by their names, and the batches that are kept."""
         return {f"{name}/{key}": v for name, s in self.sums.items() for key, v in s.result().items()}, ()

@@ -24,7 +24,7 @@ from lapwing import given, tree
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.memory import physical_memory
+from lapwing.curvature.memory import count_bytes, physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import Kept, State, register
@@ -33,6 +33,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal, HeldRows, Mixed, RootPlusDiagonal, linalg
 from lapwing.packing import Expected
 from lapwing.solvers.nystrom import from_sketch, mixed_root, span_of
+from lapwing.splitmix import GOLDEN, mixed, unsigned_shift
 from lapwing.tangent import TangentModel
 
 COPIES = 6  # of (k, p) in float64 that are held at once, at the most
@@ -41,11 +42,14 @@ COPIES = 6  # of (k, p) in float64 that are held at once, at the most
 @register
 @dataclass(frozen=True)
 class LowRank:
+    """A sketch of G, of so high a rank, by so many passes over the data."""
+
     rank: int = 100
     passes: int = 1  # over the data
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
+        count_bytes(self)
         given.whole(self.rank, "the rank of lowrank", 1)
         given.whole(self.passes, "the passes of lowrank", 1)
 
@@ -58,6 +62,7 @@ class LowRank:
         return replace(self, passes=self.passes - 1) if self.passes > 1 else None
 
     def resolved(self, probe: Probe, factor: Factor) -> LowRank:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         if factor.kind == "hessian":
             raise InvalidValue("structure='lowrank' needs a curvature without negative eigenvalues; use factor='exact'")
         rank = min(self.rank, probe.parameters)
@@ -73,14 +78,15 @@ class LowRank:
     def start(
         self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe, basis: State | None = None
     ) -> Accumulator:
-        parts, groups = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
+        """An empty accumulator for a pass over the data."""
+        parts, weights = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
         if basis is None:
-            tests = pseudorandom(self.rank, tangent).expand(groups, -1, -1)
+            tests = pseudorandom(self.rank, tangent).expand(weights, -1, -1)
             return SketchSum(tangent, parts, tests, {}, self.memory_budget)
         tests = self._tests(basis, likelihood.curvature_weights(factor.kind))
-        if len(tests) != groups:
+        if len(tests) != weights:
             raise InvalidValue(
-                f"the basis has {len(tests)} curvature weights and the likelihood {groups}; fit both with the same "
+                f"the basis has {len(tests)} curvature weights and the likelihood {weights}; fit both with the same "
                 "likelihood"
             )
         return SketchSum(tangent, parts, tests, {"tests": tests}, self.memory_budget)
@@ -99,6 +105,7 @@ class LowRank:
         return _range(sketch)
 
     def operator(self, state: State, weights: Tensor) -> RootPlusDiagonal:
+        """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         if state.paired:
             return self._together(state, weights)
         if "root" not in state.cache:
@@ -132,6 +139,7 @@ class LowRank:
         return (core + core.mT) / 2
 
     def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if parts:
             raise InvalidValue(f"{self} has no parts, and this has {len(parts)}")
         sketch = Expected(((weights, min(self.rank, layout.size), layout.size),))
@@ -140,6 +148,7 @@ class LowRank:
         return {"sketch": sketch, "trace": trace}, tests
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, f"rank {self.rank} of the whole network, and the prior")
 
     def captured(self, state: State, weights: Tensor) -> tuple[float, dict[str, float]]:
@@ -185,13 +194,17 @@ class SketchSum:
         self.trace = torch.zeros(len(tests), len(self.slices), dtype=torch.float64, device=tangent.device)
 
     def check(self) -> None:
+        """Raise unless what was read from a checkpoint can be a size."""
         if self.each is not None and (type(self.each) is not int or self.each < 1):
             raise InvalidValue(f"an example's rows cannot take {self.each!r} bytes")
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
         part = self.budget // 8  # rows are there three times while the next are made, beside Y and Ω
         for piece, some in self.tangent.pieces(x, u, self._bytes(x, u), 2 * part):
             for rows in self.maker.rows(self.maker.run(piece), piece, some, part):  # (n, K, p)
@@ -205,30 +218,24 @@ class SketchSum:
 
     def _add(self, rows: Tensor) -> None:
         """Rows (K, n, p), as they lie in memory."""
-        groups = len(self.sketch)
-        for g, tests in enumerate(self.tests):
-            mine = rows[g::groups].reshape(-1, rows.shape[-1]).to(tests)
-            self.sketch[g] += (mine @ tests.mT).mT @ mine
+        weights = len(self.sketch)
+        for h, tests in enumerate(self.tests):
+            mine = rows[h::weights].reshape(-1, rows.shape[-1]).to(tests)
+            self.sketch[h] += (mine @ tests.mT).mT @ mine
             lengths = [torch.linalg.vector_norm(mine[:, columns], dtype=torch.float64) for columns in self.slices]
-            self.trace[g] += torch.stack(lengths).square()
+            self.trace[h] += torch.stack(lengths).square()
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        """The sums by their names, and the batches that are kept."""
         return {"sketch": self.sketch, "trace": self.trace}, ()
 
 
 def pseudorandom(k: int, tangent: TangentModel) -> Tensor:
     """Ω (k, p): entry (i, j) is uniform in [−½, ½), a hash of i and j (splitmix64), bit for bit the same on every
-    machine, so that no state needs to keep it. Source: Steele, Lea and Flood 2014."""
+    machine, so that no state needs to keep it."""
     p = tangent.layout.size
     out = torch.empty(k, p, dtype=torch.float64)
     for i, row in enumerate(out):
-        z = (torch.arange(1, p + 1) + i * p) * -7046029254386353131
-        z = (z ^ _right(z, 30)) * -4658895280553007687
-        z = (z ^ _right(z, 27)) * -7723592293110705685
-        row[:] = _right(z ^ _right(z, 31), 11).to(torch.float64) * 2.0**-53 - 0.5
+        z = mixed((torch.arange(1, p + 1) + i * p) * GOLDEN)
+        row[:] = unsigned_shift(z, 11).to(torch.float64) * 2.0**-53 - 0.5
     return out.to(tangent.device)
-
-
-def _right(z: Tensor, bits: int) -> Tensor:
-    """z >> bits without its sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -26,6 +26,7 @@ from lapwing.curvature.checkpoint import Checkpoint
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Diagonal, Kronecker
 from lapwing.curvature.lowrank import COPIES, LowRank
+from lapwing.curvature.memory import count_bytes
 from lapwing.curvature.parts import Part
 from lapwing.curvature.products import carry, pieces
 from lapwing.curvature.state import Kept, State, differing, register
@@ -63,14 +64,17 @@ class DataRoot:
 
     @property
     def size(self) -> int:
+        """The number of parameters p."""
         return self.tangent.layout.size
 
     @property
     def ranks(self) -> Ranks:
+        """The processes that share the data."""
         return loading.ranks_of(self.data)
 
     @property
     def passes(self) -> int:
+        """Passes over the data so far."""
         return self.counter["passes"]
 
     @property
@@ -101,7 +105,7 @@ class DataRoot:
         sums, watch = self._sums(len(v)), _Watch(self)
         if not len(v):
             return sums[:, : self.size], sums[:, self.size :]
-        with self.ranks.told("a product"):
+        with self.ranks.sharing_errors("a product"):
             for x, y in self._each():
                 for piece, targets in pieces(self.tangent, x, y, len(v)):
                     self._add(piece, targets, v, weights, sums, watch)
@@ -133,7 +137,7 @@ class DataRoot:
         if not bool(torch.isfinite(total.sum())):
             names, largest = overflow.not_finite(self.tangent, x), float(v.abs().max())
             why = (
-                overflow.told(names, self.tangent)
+                overflow.not_finite_by(names, self.tangent)
                 if names
                 else f"a product with numbers up to {largest:.2g} overflows; raise the prior precision, or "
                 + overflow.remedy(self.tangent)
@@ -156,7 +160,7 @@ class DataRoot:
         while True:
             watch, batches, n = _Watch(self), self._each(), self.n
             while n:
-                with self.ranks.told("a minibatch"):
+                with self.ranks.sharing_errors("a minibatch"):
                     batch = next(batches, None)
                     if batch is not None:
                         watch.see(flat_outputs(self.tangent(batch[0])), batch[1])
@@ -171,7 +175,7 @@ class DataRoot:
         if not len(v):
             return v
         sums = self._sums(len(v))
-        with self.ranks.told("a minibatch"):
+        with self.ranks.sharing_errors("a minibatch"):
             for piece, targets in () if batch is None else pieces(self.tangent, *batch, len(v)):
                 self._add(piece, targets, v, weights, sums, None)
         out = self.ranks.returned(sums, counts, "a minibatch")
@@ -187,7 +191,7 @@ class DataRoot:
         every, counts = ranks.joint(columns, "the noise of the data")
         k = len(every)  # one at the least
         total = torch.zeros(k, self.weights, self.size, dtype=torch.float64, device=self.tangent.device)
-        with ranks.told("the noise of the data"):
+        with ranks.sharing_errors("the noise of the data"):
             for x, y in self._each():
                 f = self.tangent(x)
                 flat = flat_outputs(f)
@@ -299,18 +303,23 @@ class Nothing:
         return "none"
 
     def resolved(self, probe: Probe, factor: Factor) -> Nothing:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         return self
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        """An empty accumulator for a pass over the data."""
         return _Outputs(tangent)
 
     def operator(self, state: State, weights: Tensor) -> DiagonalOperator:
+        """Zero, as an operator."""
         return DiagonalOperator(weights.new_zeros(1), state.layout.size)
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, "nothing")
 
     def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         return {}, {}
 
 
@@ -351,6 +360,7 @@ class MatrixFree:
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
+        count_bytes(self)
         if self.solver not in ("cg", "sgd"):
             raise InvalidValue(f"solver must be 'cg' or 'sgd', got {self.solver!r}")
         if self.preconditioner not in ("auto", *PRECONDITIONERS):
@@ -375,6 +385,7 @@ class MatrixFree:
         return PRECONDITIONERS[self.preconditioner](memory_budget=self.memory_budget)
 
     def resolved(self, probe: Probe, factor: Factor) -> MatrixFree:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         if factor.kind != "exact":
             raise InvalidValue(
                 f"matrix_free multiplies by the exact output curvature, at no extra cost; got factor='{factor.kind}': "
@@ -441,6 +452,7 @@ class MatrixFree:
         )
 
     def operator(self, state: State, weights: Tensor) -> Streamed:
+        """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         near = self.companion(state)
         tolerance = self.tolerance or (FINE if state.tangent.dtype == torch.float64 else COARSE)
         if not self.tolerance and self.solver == "sgd":
@@ -456,9 +468,11 @@ class MatrixFree:
         )
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, "exact, by products")
 
     def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if self.preconditioner == "auto" or self.seed < 0:
             raise InvalidValue("matrix_free has chosen its preconditioner and its seed by the end of a fit")
         return self.near.keeps(layout, parts, weights, factor)

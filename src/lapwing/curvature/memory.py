@@ -1,4 +1,5 @@
-"""How much memory the machine has, on any system: asked once, and assumed, with a warning, where nothing tells it."""
+"""How much memory a structure may take, and how much the machine has: asked once, and assumed, with a warning, where
+nothing tells it."""
 
 from __future__ import annotations
 
@@ -6,10 +7,18 @@ import ctypes
 import functools
 import os
 import warnings
+from typing import Any
 
+from lapwing import given
 from lapwing.errors import LapwingWarning
 
 ASSUMED = 8 * 2**30  # bytes
+
+
+def count_bytes(structure: Any) -> None:
+    """Hold the memory_budget of a frozen structure to a whole number of bytes, as an int."""
+    what = f"memory_budget of {type(structure).__name__}"
+    object.__setattr__(structure, "memory_budget", given.memory(structure.memory_budget, what))
 
 
 @functools.cache

@@ -31,10 +31,10 @@ def check_sums(state: State, batches: Any = None) -> State:
     what = "the curvature holds NaN or infinite values, though the outputs do not: "
     if batches is None:
         raise InvalidValue(f"{what}{overflowed(tangent)}; or the network has a derivative that is not finite ({KINKS})")
-    with ranks.told("looking for derivatives that are not finite"):
+    with ranks.sharing_errors("looking for derivatives that are not finite"):
         found = next((bad for x, _ in loading.passes(batches, tangent.device) if (bad := not_finite(tangent, x))), None)
     bad = ranks.first(found, "derivatives that are not finite")
-    raise InvalidValue(what + (overflowed(tangent) if bad is None else told(bad, tangent)))
+    raise InvalidValue(what + (overflowed(tangent) if bad is None else not_finite_by(bad, tangent)))
 
 
 def not_finite(tangent: TangentModel, x: Any) -> list[str] | None:
@@ -45,16 +45,19 @@ def not_finite(tangent: TangentModel, x: Any) -> list[str] | None:
 
 
 def overflowed(tangent: TangentModel) -> str:
+    """That sums overflow, and what to do, in words."""
     dtype = torch.promote_types(tangent.dtype, torch.float32)
     return f"sums of squares overflow {_name(dtype)}, which ends at {torch.finfo(dtype).max:.2g}; {remedy(tangent)}"
 
 
 def remedy(tangent: TangentModel) -> str:
+    """What to do about numbers that are too large, in words."""
     wider = "" if tangent.dtype == torch.float64 else ", or fit network.double()"
     return f"scale the inputs, the targets or the noise{wider}"
 
 
-def told(names: list[str], tangent: TangentModel) -> str:
+def not_finite_by(names: list[str], tangent: TangentModel) -> str:
+    """That a derivative is not finite, by which parameters, and what to do, in words."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     wider = "" if tangent.dtype == torch.float64 else f"; or it is beyond {_name(tangent.dtype)}: try network.double()"
     return (

@@ -26,6 +26,8 @@ KINDS = ("kron", "dense", "diagonal", "unused")
 
 @dataclass(frozen=True)
 class Part:
+    """A weight and its bias, or a parameter that no rule speaks for, and how its curvature is treated."""
+
     name: str  # the module (and the site in it), or the parameter if generic
     kind: str
     weight: str | None
@@ -45,11 +47,13 @@ class Part:
 
     @property
     def size(self) -> int:
+        """The number of its parameters, b·o·i."""
         b, o, i = self.shape
         return b * o * i
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        """The names of its parameters."""
         return tuple(n for n in (self.weight, self.bias) if n is not None)
 
     def index(self, layout: Layout) -> Tensor:

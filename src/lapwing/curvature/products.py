@@ -23,7 +23,8 @@ from lapwing.tangent import TangentModel
 
 AT_ONCE = 16  # vectors pushed through the network together
 SMALL = 2**18  # numbers in the vectors of a small network, which are pushed through it together
-TOGETHER, LARGEST = 128, 64  # vectors times examples, and examples, that convolutions run on at once: more leave caches
+MAX_VECTORS_TIMES_EXAMPLES = 128  # that convolutions run on at once: more leave the caches
+MAX_EXAMPLES = 64  # of them
 
 Middle = Callable[[Tensor, Tensor, Any], Tensor]  # f (m, c), J V (k, m, c), y of a batch -> (k, m, c), a row a position
 
@@ -36,7 +37,7 @@ def transport(
     ranks = loading.ranks_of(batches)
     v = ranks.same(v, "vectors of a product")
     total = torch.zeros(v.shape, dtype=torch.float64, device=tangent.device)
-    with ranks.told("a product"):
+    with ranks.sharing_errors("a product"):
         for x, y in loading.passes(batches, tangent.device, progress, label or "products"):
             for piece, targets in pieces(tangent, x, y, len(v)):
 
@@ -70,7 +71,7 @@ def at_once(tangent: TangentModel) -> int:
 
 def pieces(tangent: TangentModel, x: Any, y: Any, k: int) -> Iterator[tuple[Any, Any]]:
     """A batch in pieces of as many examples as k vectors are best run with: whole, unless there are convolutions."""
-    n, size = len(y), max(1, min(LARGEST, TOGETHER // min(k, AT_ONCE)))
+    n, size = len(y), max(1, min(MAX_EXAMPLES, MAX_VECTORS_TIMES_EXAMPLES // min(k, AT_ONCE)))
     if n <= size or tangent.columns_at_once or not tangent.separable(x):
         yield x, y
         return

@@ -104,6 +104,7 @@ class RowMaker:
 
     @cached_property
     def index(self) -> Tensor:
+        """Where the columns of the one part lie in the flat vector, (p,)."""
         return self.parts[0].index(self.tangent.layout).to(self.tangent.device)
 
     def _narrow(self, columns: slice) -> bool:
@@ -148,16 +149,20 @@ def _only(part: Part, names: tuple[str, ...]) -> Part:
 
 @dataclass(frozen=True, eq=False)
 class StreamedRows:
+    """The rows uᵀJ of the data, (m, p), made anew from the batches for each range of columns."""
+
     tangent: TangentModel
     batches: tuple[tuple[Any, Tensor], ...]  # (inputs, cotangents (n, K, ..., c))
     budget: int  # bytes
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
+        """The parts of the network."""
         return cover(self.tangent, self.batches[0][0])
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(m, p)."""
         return sum(u.shape[0] * u.shape[1] for _, u in self.batches), self.tangent.layout.size
 
     @property
@@ -167,6 +172,7 @@ class StreamedRows:
 
     @cached_property
     def whole(self) -> Tensor:
+        """All of them, (m, p), in float64."""
         return self._make(0, self.shape[1]).to(torch.float64)
 
     @cached_property
@@ -210,6 +216,7 @@ class StreamedRows:
                 yield start, min(s.stop, start + width)
 
     def block(self, start: int, stop: int) -> Tensor:
+        """A range of their columns, (m, stop − start)."""
         return self.whole[:, start:stop] if self.held else self._make(start, stop)
 
     def _make(self, start: int, stop: int) -> Tensor:

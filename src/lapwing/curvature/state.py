@@ -39,6 +39,8 @@ def register(cls: type) -> type:
 
 @dataclass(frozen=True, eq=False)
 class State:
+    """What a pass over the data has summed; it depends on neither prior nor noise."""
+
     structure: Any
     factor: Factor
     likelihood: str  # its name
@@ -61,6 +63,7 @@ class State:
 
     @property
     def layout(self) -> Layout:
+        """The layout of the parameters."""
         return self.tangent.layout
 
     @property
@@ -71,6 +74,7 @@ class State:
 
     @property
     def holds_data(self) -> bool:
+        """Whether it keeps the data themselves, as the dual form does."""
         return bool(self.batches)
 
     @property

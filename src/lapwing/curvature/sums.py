@@ -47,6 +47,7 @@ class Room:
         self.flat = torch.empty(0)
 
     def shaped(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory of a shape, in the dtype and on the device of a tensor; what it holds is left from before."""
         size = math.prod(shape)
         if self.flat.numel() < size or self.flat.dtype != like.dtype or self.flat.device != like.device:
             self.flat = like.new_empty(size)
@@ -54,6 +55,8 @@ class Room:
 
 
 class KroneckerSum:
+    """A = Σ a aᵀ (b, i, i) over data and positions, B_h = Σ g gᵀ (h, b, o, o), and how many were summed."""
+
     mutable = "a", "b", "count"
 
     def __init__(self, part: Part, weights: int, device: torch.device, dtype: torch.dtype, sharing: str) -> None:
@@ -64,24 +67,28 @@ class KroneckerSum:
         self.count = torch.zeros((), dtype=torch.float64, device=device)
 
     def check(self) -> None:
+        """Raise unless what was read from a checkpoint can be A."""
         b, _, i = self.shape
         if self.a is not None and (not isinstance(self.a, Tensor) or self.a.shape not in ((b, i, i), (b, i))):
             raise InvalidValue(f"A must be {(b, i, i)} or {(b, i)}, got {self.a!r:.99}")
 
     def see(self, view: Any, n: int) -> None:
+        """Add the inputs of n examples."""
         if self.a is None:
             self.a = view.empty_gram(self.sharing)
         view.add_gram(self.a, self.sharing)
         self.count += n * (view.positions if self.sharing == "expand" else 1)
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
+        """Add columns of output gradients g (k, n, s, b, o)."""
         for h, mine in enumerate(by_weight(g, self.weights)):
             _add_outputs(self.b[h], mine.sum(2, keepdim=True) if self.sharing == "reduce" else mine)
 
     def close(self, view: Any) -> None:
-        pass
+        """Nothing is left over at the end of a batch."""
 
     def result(self) -> dict[str, Tensor]:
+        """A, B and their count."""
         b, _, i = self.shape
         a = self.b.new_zeros(b, i, i) if self.a is None else self.a  # None: called on the probe, on no batch
         return {"A": a if a.ndim == 2 else mirrored(a), "B": self.b, "count": self.count}
@@ -100,6 +107,8 @@ def _add_outputs(total: Tensor, g: Tensor) -> None:
 
 
 class DenseSum:
+    """Σ of outer products of a part's gradients, (h, p, p)."""
+
     mutable = ("gram",)
 
     def __init__(self, part: Part, weights: int, device: torch.device) -> None:
@@ -107,14 +116,15 @@ class DenseSum:
         self.gram = torch.zeros(weights, part.size, part.size, dtype=torch.float64, device=device)
 
     def see(self, view: Any, n: int) -> None:
-        pass
+        """Inputs alone add nothing."""
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
+        """Add columns of output gradients g (k, n, s, b, o)."""
         for piece, part_g in _pieces(view, g, self.size, budget):
             self.add_rows(piece.outer(part_g).flatten(2))
 
     def close(self, view: Any) -> None:
-        pass
+        """Nothing is left over at the end of a batch."""
 
     def add_rows(self, rows: Tensor) -> None:
         """rows (K, n, p)."""
@@ -123,10 +133,13 @@ class DenseSum:
             self.gram[h].addmm_(flat.mT, flat)
 
     def result(self) -> dict[str, Tensor]:
+        """The Gram matrices (h, p, p)."""
         return {"gram": self.gram}
 
 
 class DiagonalSum:
+    """Σ of squares of a part's gradients, (h, p)."""
+
     mutable = ("total",)
 
     def __init__(self, part: Part, weights: int, device: torch.device, room: Room) -> None:
@@ -135,9 +148,10 @@ class DiagonalSum:
         self.squares: list[Tensor] = []  # Σ_k g² of a batch without shared positions, (n, 1, b, o) for each weight
 
     def see(self, view: Any, n: int) -> None:
-        pass
+        """Inputs alone add nothing."""
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
+        """Add columns of output gradients g (k, n, s, b, o)."""
         if view.positions == 1:  # Σ_k (g_k a)² = (Σ_k g_k²) a²: one product for all columns, in close
             g = g.to(torch.promote_types(g.dtype, torch.float32))
             squares = [mine.square().sum(0) for mine in by_weight(g, self.weights)]
@@ -152,15 +166,18 @@ class DiagonalSum:
                 total += piece.squares(mine, room).reshape(-1)
 
     def close(self, view: Any) -> None:
+        """Multiply what was held back of a batch, and add it."""
         for total, square in zip(self.total, self.squares, strict=False):
             total += view.to(square.dtype).squares(square.sqrt().unsqueeze(0)).reshape(-1)
         self.squares = []
 
     def add_rows(self, rows: Tensor) -> None:
+        """Add gradients (k, n, p) themselves."""
         for h, mine in enumerate(by_weight(rows, self.weights)):
             self.total[h] += mine.square().sum((0, 1), dtype=torch.float64)
 
     def result(self) -> dict[str, Tensor]:
+        """The sums (h, p)."""
         return {"diagonal": self.total}
 
 

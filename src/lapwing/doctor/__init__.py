@@ -39,7 +39,7 @@ def doctor(
     *,
     subset: Any = "all",
     forward: Any = None,
-    memory_budget: int | None = None,
+    memory_budget: float | None = None,
 ) -> Report:
     """Look at a problem before fitting; print what comes back.
 
@@ -47,9 +47,8 @@ def doctor(
     free on the device. The model, its gradients and the user's random state are left as they were.
     """
     _refuse_nonsense(model, data, subset, forward)
-    if memory_budget is not None:
-        arguments.as_budget(memory_budget)
-    visit = _Visit(model, arguments.as_likelihood(likelihood), subset, forward, memory_budget)
+    budget = None if memory_budget is None else arguments.as_budget(memory_budget)
+    visit = _Visit(model, arguments.as_likelihood(likelihood), subset, forward, budget)
     batches = visit.attempt("data", lambda: _batches(data))
     with loading.unchanged_rng(batches), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a fit would warn about is a finding here

@@ -33,6 +33,7 @@ def named(names: Any, most: int = 3) -> str:
 
 
 def plural(n: int, what: str) -> str:
+    """ "1 example", "2 examples"."""
     return f"{n:,} {what}" + ("" if n == 1 else "s")
 
 
@@ -40,6 +41,7 @@ def plural(n: int, what: str) -> str:
 
 
 def model_checks(model: nn.Module, compiled: bool = False) -> Iterator[Finding]:
+    """What the modules and parameters of a network say."""
     parameters = dict(model.named_parameters())
     lazy = [n for n, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
@@ -175,6 +177,7 @@ def _normalization(model: nn.Module) -> Iterator[Finding]:
 
 
 def loader_checks(batches: Any, sample: Sample) -> Iterator[Finding]:
+    """What the loader says: examples left out, streams, order."""
     lost = loading.dropped(batches)
     if lost:
         message = (

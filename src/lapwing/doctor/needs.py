@@ -21,7 +21,7 @@ from lapwing import arguments, tree
 from lapwing.curvature import Factor, Full, Probe
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover
-from lapwing.curvature.full import ROWS
+from lapwing.curvature.full import GATHERED_ROWS
 from lapwing.curvature.gram import panels
 from lapwing.curvature.parts import Part
 from lapwing.doctor import trial
@@ -74,6 +74,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Problem:
+    """A network, its data and its likelihood, as far as costs depend on them."""
+
     tangent: TangentModel
     likelihood: Likelihood
     factor: Factor
@@ -88,6 +90,7 @@ class Problem:
 
     @property
     def n(self) -> int:
+        """The number of examples."""
         return self.seen.n
 
     @property
@@ -102,14 +105,17 @@ class Problem:
 
     @property
     def outputs(self) -> int:
+        """Outputs of an example, at all positions."""
         return self.seen.outputs * self.seen.positions
 
     @property
     def weights(self) -> int:
+        """The number of curvature weights."""
         return len(self.likelihood.curvature_weights(self.factor.kind))
 
     @property
     def size(self) -> int:
+        """The number of parameters."""
         return self.seen.parameters
 
     @property
@@ -125,6 +131,7 @@ class Problem:
 
 
 def survey(tangent: TangentModel, likelihood: Likelihood, sample: Sample, working: int) -> Problem:
+    """The problem of fitting this network to these data; `working` are the bytes of memory_budget."""
     x, y = sample.first
     few = tree.rows_of(x, slice(0, 4)) if tangent.separable(x) else x
     f = tangent(few)
@@ -143,6 +150,7 @@ def survey(tangent: TangentModel, likelihood: Likelihood, sample: Sample, workin
 
 
 def measure(problem: Problem, sample: Sample) -> Rates:
+    """What this machine takes for a gradient, a forward pass, a product and the like."""
     tangent, (x, y) = problem.tangent, problem.batch
     device = tangent.device
     return Rates(
@@ -166,14 +174,17 @@ def with_products(rates: Rates, problem: Problem) -> Rates:
 
 
 def eigenvalues(n: int, rates: Rates) -> float:
+    """Seconds for the eigenvalues of an n × n matrix."""
     return (1.5 + 1000 / max(n, 1)) * n**3 * rates.product
 
 
 def eigenvectors(n: int, rates: Rates) -> float:
+    """Seconds for its eigenvectors too."""
     return (5 + 1500 / max(n, 1)) * n**3 * rates.product
 
 
 def cholesky(n: int, rates: Rates) -> float:
+    """Seconds for the Cholesky factor of an n × n matrix."""
     return (0.6 + 300 / max(n, 1)) * n**3 * rates.product
 
 
@@ -186,6 +197,7 @@ def _evaluations(problem: Problem, size: int, parts: int, rates: Rates) -> float
 
 
 def need(name: str, problem: Problem, rates: Rates) -> Need:
+    """Bytes and seconds of a structure, by its name."""
     return centered(_uncentered(name, problem, rates), problem, rates)
 
 
@@ -201,7 +213,7 @@ def _primal(problem: Problem, rates: Rates) -> Need:
     lower = 0.5 + 0.5 * min(1.0, panels(p).step / p)  # the lower triangle, in panels
     passes = n * (rates.read + rates.gradient * (1 + k) / 3) + n * k * p * rates.element
     need = Need(
-        memory=matrix * problem.weights + max(matrix + HEAP * min(problem.working, 12 * ROWS * p), 3 * matrix),
+        memory=matrix * problem.weights + max(matrix + HEAP * min(problem.working, 12 * GATHERED_ROWS * p), 3 * matrix),
         fit=passes + n * k * p**2 * lower * rates.product + 8 * p**2 * rates.element,
         tune=eigenvalues(p, rates) + cholesky(p, rates) + _evaluations(problem, p, 1, rates),
         predict=new * (0.75 * p**2 * rates.product + p * rates.element) + trial.THOUSAND * rates.gradient,

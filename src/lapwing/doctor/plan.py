@@ -31,6 +31,8 @@ LIBRARIES = 16 * 2**20  # bytes of buffers that torch's libraries keep for thems
 
 @dataclass(frozen=True)
 class Plan:
+    """What each structure costs, and which is recommended."""
+
     costs: dict[str, Cost]
     choice: str  # a name of costs
     structure: str  # what to pass to laplace
@@ -66,7 +68,9 @@ def draw_up(
             failures["last_layer"] = more[name]
     again = gradient_seconds(tangent, likelihood, problem.batch)  # before and after: the load of a machine varies
     unit = min(rates.gradient, again) + rates.read
-    costs = {name: _told(found, problem, unit, limit) for name, found in needs.items() if not math.isnan(found.memory)}
+    costs = {
+        name: _cost_of(found, problem, unit, limit) for name, found in needs.items() if not math.isnan(found.memory)
+    }
     if not set(costs) & {_preferred(problem)[0], "kron", "diag", "last_layer"}:
         raise InvalidValue(f"no structure works; {'; '.join(f'{name}: {text}' for name, text in failures.items())}")
     choice, structure = _choose(problem, costs)
@@ -76,7 +80,7 @@ def draw_up(
     return Plan(costs, choice, structure, working, _treatment(chosen, structure), epoch, failures)
 
 
-def _told(found: Need, problem: Problem, unit: float, limit: int) -> Cost:
+def _cost_of(found: Need, problem: Problem, unit: float, limit: int) -> Cost:
     peaks = found.memory, max(found.memory, found.kept + found.work)
     at_map, memory = (int(min(peak + problem.copies + LIBRARIES, 2**62)) for peak in peaks)
     epoch = problem.n * unit

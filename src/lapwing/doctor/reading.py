@@ -30,6 +30,8 @@ Batch = tuple[Any, Any]  # (inputs, targets)
 
 @dataclass(frozen=True)
 class Sample:
+    """What was read of the data."""
+
     n: int | None  # examples in all, where that can be told without a pass
     batch: int  # examples a batch
     first: Batch  # of the first batch, EXAMPLES at the most

@@ -28,6 +28,8 @@ SHOWN = 16  # parameters printed before the rest is folded
 
 @dataclass(frozen=True)
 class Finding:
+    """One thing that was found, and what to do about it."""
+
     severity: str  # "ok", "note", "warning" or "error"
     topic: str
     message: str
@@ -66,9 +68,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing found is an error."""
         return not self.by("error")
 
     def by(self, severity: str) -> tuple[Finding, ...]:
+        """The findings of one severity."""
         return tuple(f for f in self.findings if f.severity == severity)
 
     def __str__(self) -> str:
@@ -116,6 +120,7 @@ class Report:
 
 
 def ordered(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings, the most severe first."""
     return sorted(findings, key=lambda f: SEVERITIES.index(f.severity))
 
 
@@ -123,6 +128,7 @@ def ordered(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def plan_rows(report: Report) -> list[list[str]]:
+    """The table of costs, row by row, with its head."""
     rows = [["structure", "peak memory", "fit", "tune", "tangent", "predict", ""]]
     for name, cost in report.plan.items():
         remark = cost.note if cost.fits else f"{cost.note}, too large"
@@ -181,6 +187,7 @@ def size(count: float) -> str:
 
 
 def seconds(count: float) -> str:
+    """A time with its unit: "3.1 ms"."""
     for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (120.0, "s", 1.0), (7200.0, "min", 1 / 60)):
         if count < limit:
             return f"{significant(count * scale)} {unit}"

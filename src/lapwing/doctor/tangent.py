@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PASSES, SEEN = 50, (20, 150)  # over the data: typical, and what tunings have taken
 ROUNDS = 5  # where the rows of J are in memory
-STEPS = {"quadratic": 1, "exact": 8, "approximate": 20}  # of a round, by what the structure is to the objective
+STEPS_PER_ROUND = {"quadratic": 1, "exact": 8, "approximate": 20}  # by what the structure is to the objective
 SOLVES = 2  # with the structure, a pass
 PROBES = 4  # of diag JᵀJ, from which the prior starts
 SEARCH = 3e-3  # seconds of a search over known directions beside its elements
@@ -40,7 +40,8 @@ def centered(need: Need, problem: Problem, rates: Rates) -> Need:
 
 def _streamed(need: Need, problem: Problem, rates: Rates) -> Need:
     n, m, p = problem.n, problem.n * problem.outputs, problem.size
-    known = min(PASSES // 2, center.KEPT, max(2, center.ROOM // (8 * (p + m))))  # directions, at the end
+    room = max(2, center.DIRECTION_BYTES // (8 * (p + m)))
+    known = min(PASSES // 2, center.MAX_DIRECTIONS, room)  # directions, at the end
     search = SEARCH + (SWEEPS * known / 2 * (p + m) + LINES * m) * rates.element
     a_pass = n * (rates.read + (rates.push + rates.pull) / 2) + SOLVES * need.solve + search / 2
     a_pass += need.factorize * SOLVES / 8  # hyperparameters move every few passes
@@ -58,8 +59,8 @@ def _held(need: Need, problem: Problem, rates: Rates) -> Need:
     n, m, p = problem.n, problem.n * problem.outputs, problem.size
     quadratic = problem.likelihood.quadratic
     kind = "approximate" if not need.exact else "quadratic" if quadratic else "exact"
-    search = SEARCH + (SWEEPS * STEPS[kind] / 2 * (p + m) + LINES * m) * rates.element
-    a_round = need.factorize + STEPS[kind] * (2 * m * p * rates.sweep + need.solve + search)
+    search = SEARCH + (SWEEPS * STEPS_PER_ROUND[kind] / 2 * (p + m) + LINES * m) * rates.element
+    a_round = need.factorize + STEPS_PER_ROUND[kind] * (2 * m * p * rates.sweep + need.solve + search)
     if kind == "approximate":  # P becomes the Hessian, from the rows
         a_round += m * p * min(m, p) * rates.product + 0.6 * min(m, p) ** 3 * rates.product
     rows = n * (rates.read + rates.gradient * (1 + problem.outputs) / 3) + 2 * m * p * rates.element

@@ -43,6 +43,7 @@ class Slope:
 
     @property
     def mean(self) -> Tensor:
+        """The gradient of the mean log-likelihood, (p,)."""
         return torch.stack(self.halves).mean(0)
 
 
@@ -109,6 +110,7 @@ def differentiated(
 
 
 def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope, sample: Sample) -> Iterator[Finding]:
+    """Whether the network is trained: how steep the log-likelihood still is."""
     theta, mean = tangent.theta.double(), found.mean
     norm, size = float(mean.norm()), float(theta.norm())
     if not math.isfinite(norm):
@@ -147,6 +149,7 @@ def closely_fitted(likelihood: Likelihood, found: Slope, rows: int) -> bool:
 
 
 def fit_checks(found: Slope) -> Iterator[Finding]:
+    """That a classifier fits its training data, which the evidence does not take well."""
     message = (
         f"the classifier fits its training data (mean log-likelihood {found.log_prob:.2g}): tuned() then picks a prior "
         "that is too weak, and predictions are underconfident, on the training data too; with held-out data, call "

@@ -144,6 +144,7 @@ def gradient_seconds(tangent: TangentModel, likelihood: Likelihood, batch: Batch
 
 
 def forward_seconds(tangent: TangentModel, x: Any, n: int) -> float:
+    """Seconds of a forward pass, an example."""
     return seconds(lambda: tangent(x), tangent.device) / n
 
 
@@ -170,6 +171,8 @@ def jacobian_seconds(tangent: TangentModel, batch: Batch) -> tuple[float, float]
 
 @dataclass(frozen=True)
 class FitTrial:
+    """What a short fit took."""
+
     state: State
     once: float  # seconds that a fit takes beside its batches
     example: float  # seconds of an example in a batch
@@ -226,6 +229,8 @@ def _affordable(run: Callable[[int], Any], few: int, most: int, device: torch.de
 
 @dataclass(frozen=True)
 class PredictTrial:
+    """What a short prediction took."""
+
     thousand: float  # seconds for 1,000 inputs
     work: int  # bytes while a piece of the inputs is run
     handed_out: int  # bytes of what comes out, and of its copies on the way

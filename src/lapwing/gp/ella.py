@@ -50,7 +50,7 @@ def ella(
     prior: Any = 1.0,
     subset: Any = "all",
     forward: Any = None,
-    memory_budget: int | None = None,
+    memory_budget: float | None = None,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Ella:
@@ -91,6 +91,7 @@ class Ella:
 
     @property
     def tangent(self) -> TangentModel:
+        """The network as a function of its selected weights."""
         return self.state.tangent
 
     @property
@@ -164,36 +165,43 @@ class Span:
         return "ella"
 
     def resolved(self, probe: Probe, factor: Factor) -> Span:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
         return self
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        """An empty accumulator for a pass over the data."""
         return FeatureSum(tangent, self.directions, len(likelihood.curvature_weights(factor.kind)))
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, f"{len(self.directions)} directions of the whole network")
 
 
 class FeatureSum:
     """Σ_n ψᵀ u uᵀ ψ, (h, k, k), in float64."""
 
-    def __init__(self, tangent: TangentModel, directions: Tensor, groups: int) -> None:
+    def __init__(self, tangent: TangentModel, directions: Tensor, weights: int) -> None:
         self.tangent, self.directions = tangent, directions
         k = len(directions)
-        self.gram = torch.zeros(groups, k, k, dtype=torch.float64, device=tangent.device)
+        self.gram = torch.zeros(weights, k, k, dtype=torch.float64, device=tangent.device)
 
     def forward(self, x: Any) -> Tensor:
+        """The outputs f (n, ..., c) of a batch."""
         f, self.features = pushed(self.tangent, self.directions, x)  # (n, ..., c), (k, n, ..., c)
         return f
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
+        each column."""
         inner = torch.einsum("kna,nja->knj", self.features.flatten(2).double(), u.flatten(2).double())
-        groups = len(self.gram)
-        for g, total in enumerate(self.gram):
-            mine = inner[..., g::groups].flatten(1)
+        weights = len(self.gram)
+        for h, total in enumerate(self.gram):
+            mine = inner[..., h::weights].flatten(1)
             total += mine @ mine.mT
         del self.features
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        """The sums by their names, and the batches that are kept."""
         return {"gram": self.gram}, ()
 
 

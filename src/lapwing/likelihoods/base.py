@@ -50,10 +50,12 @@ class Likelihood:
 
     @property
     def name(self) -> str:
+        """The class's name, in lower case."""
         return type(self).__name__.lower()
 
     @property
     def hyperparameters(self) -> dict[str, Tensor]:
+        """What the evidence tunes, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.settings}
 
     @property
@@ -78,9 +80,11 @@ class Likelihood:
         return self.replace(**{name: torch.ones_like(v) for name, v in self.hyperparameters.items()})
 
     def replace(self, **hyperparameters: Any) -> Any:
+        """The same with other hyperparameters."""
         return replace(self, **hyperparameters)
 
     def to(self, device: torch.device) -> Any:
+        """The same with its tensors on a device."""
         return self.replace(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     # -- the observations -----------------------------------------------------------------------------------------
@@ -326,11 +330,13 @@ def check_real(f: Tensor, y: Tensor, name: str) -> None:
 
 
 def check_finite(y: Tensor) -> None:
+    """Raise if targets hold NaN or infinite values."""
     if not torch.isfinite(y).all():
         raise InvalidValue("the targets hold NaN or infinite values; clean the data before fitting")
 
 
 def standard_normal(like: Tensor, generator: torch.Generator | Placed) -> Tensor:
+    """Standard normal numbers of the shape, dtype and device of a tensor."""
     if isinstance(generator, Placed):
         return generator.normal(like)
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)

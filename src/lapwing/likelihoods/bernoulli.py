@@ -18,6 +18,8 @@ from lapwing.likelihoods.base import Likelihood, check_same_shape
 
 @dataclass(frozen=True)
 class Bernoulli(Likelihood):
+    """y ∈ {0, 1} for each output, with logits f (n, c)."""
+
     response: ClassVar[str] = "sigmoid"
     classes: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True

@@ -24,6 +24,8 @@ NO_LABEL = torch.iinfo(torch.int64).min  # for F.cross_entropy, which would pass
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
+    """Labels y (n,) of c classes, with logits f (n, c)."""
+
     outcome: ClassVar[str] = "labels"
     event: ClassVar[int] = 0
     response: ClassVar[str] = "softmax"

@@ -29,6 +29,8 @@ FLOOR = 1e-8  # of a direction's variance, relative to the mean: R and its inver
 
 @dataclass(frozen=True)
 class CorrelatedGaussian(Likelihood):
+    """y = f + noise of covariance R (c, c), which the evidence learns."""
+
     outcome: ClassVar[str] = "real numbers"
     quadratic: ClassVar[bool] = True
     response: ClassVar[str] = "identity"
@@ -48,6 +50,7 @@ class CorrelatedGaussian(Likelihood):
 
     @property
     def precision(self) -> Tensor:
+        """R⁻¹ (c, c)."""
         return torch.linalg.inv(self.covariance)
 
     @property

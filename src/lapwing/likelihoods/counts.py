@@ -47,6 +47,8 @@ class _Counts(Likelihood):
 
 @dataclass(frozen=True)
 class Poisson(_Counts):
+    """Counts y of mean exp f, for each output."""
+
     def log_pmf(self, f: Tensor, y: Tensor) -> Tensor:
         y = y.to(f)
         return y * f - f.exp() - torch.lgamma(y + 1)
@@ -69,11 +71,14 @@ class Poisson(_Counts):
 
 @dataclass(frozen=True)
 class NegativeBinomial(_Counts):
+    """Counts y of mean exp f and variance μ + μ²/r, for each output."""
+
     settings: ClassVar[tuple[str, ...]] = ("dispersion",)
     dispersion: Tensor | float = 1.0  # r, () or (c,)
 
     @property
     def r(self) -> Tensor:
+        """The dispersion as a tensor, () or (c,)."""
         assert isinstance(self.dispersion, Tensor)
         return self.dispersion
 

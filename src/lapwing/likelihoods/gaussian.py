@@ -18,6 +18,8 @@ from lapwing.likelihoods.base import Likelihood, check_deviation, check_real, st
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
+    """y = f + σ ε, one σ for all outputs or one for each."""
+
     outcome: ClassVar[str] = "real numbers"
     quadratic: ClassVar[bool] = True
     response: ClassVar[str] = "identity"
@@ -31,10 +33,12 @@ class Gaussian(Likelihood):
 
     @property
     def per_output(self) -> bool:
+        """Whether each output has its own σ."""
         return self.sigma.ndim == 1
 
     @property
     def sigma(self) -> Tensor:
+        """σ as a tensor, () or (c,)."""
         assert isinstance(self.noise, Tensor)
         return self.noise
 

@@ -79,6 +79,8 @@ class _TwoOutputs(Likelihood):
 
 @dataclass(frozen=True)
 class HeteroscedasticGaussian(_TwoOutputs):
+    """Mean and variance of y from the network, as natural parameters (η₁, η₂) in f (n, 2c)."""
+
     def moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
         eta1, eta2 = f.chunk(2, -1)
         variance = -0.5 / eta2
@@ -119,6 +121,8 @@ class HeteroscedasticGaussian(_TwoOutputs):
 
 @dataclass(frozen=True)
 class MeanLogVariance(_TwoOutputs):
+    """Mean and log-variance of y from the network, in f (n, 2c); not concave."""
+
     concave: ClassVar[bool] = False
 
     def moments(self, f: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,8 @@ UNKNOWN = "the noise at new inputs is not known; use mean, f_var, or log_prob(Kn
 
 @dataclass(frozen=True)
 class KnownNoise(Likelihood):
+    """y = f + σ_n ε with σ known for each example; targets are [y | σ], (n, 2c)."""
+
     quadratic: ClassVar[bool] = True
     response: ClassVar[str] = "identity"
     normal: ClassVar[bool] = True

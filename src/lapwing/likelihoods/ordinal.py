@@ -21,6 +21,8 @@ from lapwing.likelihoods.base import Likelihood, check_labels
 
 @dataclass(frozen=True)
 class Ordinal(Likelihood):
+    """Labels y (n,) of K ordered classes, between which f (n, 1) has K − 1 cutpoints."""
+
     outcome: ClassVar[str] = "labels"
     settings: ClassVar[tuple[str, ...]] = ("cutpoints",)
     event: ClassVar[int] = 0
@@ -37,6 +39,7 @@ class Ordinal(Likelihood):
 
     @property
     def b(self) -> Tensor:
+        """The cutpoints as a tensor, (K − 1,)."""
         assert isinstance(self.cutpoints, Tensor)
         return self.cutpoints
 

@@ -34,6 +34,8 @@ class Pairs(nn.Module):
 
 @dataclass(frozen=True)
 class BradleyTerry(Categorical):
+    """Which of two items is preferred, y (n,) in {0, 1}, by their rewards f (n, 2)."""
+
     def validate(self, f: Tensor, y: Tensor) -> None:
         if f.shape[-1] != 2:
             raise InvalidValue(

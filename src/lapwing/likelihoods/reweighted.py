@@ -25,6 +25,8 @@ from lapwing.solvers.noise import Placed
 
 @dataclass(frozen=True)
 class Reweighted(Likelihood):
+    """w_n log p(y_n | f_n) of a base likelihood; what is not weighted is the base's."""
+
     base: Likelihood
 
     def parted(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +149,7 @@ def _like(mask: Tensor, value: Tensor) -> Tensor:
 
 
 def _of_base(name: str) -> Any:
-    return property(lambda self: getattr(self.base, name))
+    return property(lambda self: getattr(self.base, name), doc=f"`{name}` of the base likelihood.")
 
 
 for _name in (
@@ -172,6 +174,8 @@ for _name in (
 
 @dataclass(frozen=True)
 class Weighted(Reweighted):
+    """A weight for each example, which comes with its target: [y | w]."""
+
     event: ClassVar[int] = 1  # [y | w]
 
     def pack(self, y: Tensor, w: Tensor) -> Tensor:

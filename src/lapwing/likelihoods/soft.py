@@ -25,6 +25,8 @@ SUM = 1e-4  # how far from 1 probabilities may add up
 
 @dataclass(frozen=True)
 class SoftLabels(Categorical):
+    """Probabilities y (n, c) in place of labels."""
+
     outcome: ClassVar[str] = ""
     event: ClassVar[int] = 1
 
@@ -56,6 +58,8 @@ class SoftLabels(Categorical):
 
 @dataclass(frozen=True)
 class LabelSmoothing(Categorical):
+    """Labels y (n,), of which a share ε is spread over all classes."""
+
     settings: ClassVar[tuple[str, ...]] = ("smoothing",)
     smoothing: Tensor | float = 0.1  # ε
 

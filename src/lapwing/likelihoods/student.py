@@ -23,6 +23,8 @@ from lapwing.likelihoods.special import student_tail
 
 @dataclass(frozen=True)
 class StudentT(Likelihood):
+    """y = f + s·t_ν, for each output: noise with heavy tails."""
+
     outcome: ClassVar[str] = "real numbers"
     settings: ClassVar[tuple[str, ...]] = ("scale", "df")
     concave: ClassVar[bool] = False
@@ -37,11 +39,13 @@ class StudentT(Likelihood):
 
     @property
     def s(self) -> Tensor:
+        """The scale as a tensor, () or (c,)."""
         assert isinstance(self.scale, Tensor)
         return self.scale
 
     @property
     def nu(self) -> Tensor:
+        """The degrees of freedom as a tensor, () or (c,)."""
         assert isinstance(self.df, Tensor)
         return self.df
 

@@ -32,6 +32,7 @@ class Reliability:
 
     @property
     def ece(self) -> float:
+        """The expected calibration error: Σ_bins count·|accuracy − confidence| over the count of all."""
         return float((self.count * (self.accuracy - self.confidence).abs()).sum() / self.count.sum())
 
     def plot(self) -> Any:

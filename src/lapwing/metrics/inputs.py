@@ -83,6 +83,7 @@ def check_drawn(predicted: Prediction, y: Tensor) -> None:
 
 
 def refuse_classes(predicted: Prediction) -> None:
+    """Raise if a prediction is of classes."""
     if predicted.likelihood.classes:
         raise Unsupported(f"a {predicted.likelihood.name} prediction is of classes; use nll, brier, ece or accuracy")
 
@@ -106,12 +107,14 @@ def _gaussians(pair: Any) -> Gaussians:
 
 
 def check_targets(y: Tensor | None, shape: torch.Size) -> None:
+    """Raise unless targets are finite and of the shape of the predictions."""
     if y is not None and finite(y, "the targets").shape != shape:
         hint = "; add the output dimension with y.unsqueeze(-1)" if y.ndim == len(shape) - 1 else ""
         raise InvalidValue(f"targets of shape {tuple(y.shape)} do not match predictions {tuple(shape)}{hint}")
 
 
 def vector(values: Any, what: str) -> Tensor:
+    """Finite numbers (n,), in float64."""
     values = finite(values, what).double().contiguous()
     if values.ndim != 1:
         raise InvalidValue(
@@ -121,6 +124,7 @@ def vector(values: Any, what: str) -> Tensor:
 
 
 def finite(values: Any, what: str) -> Tensor:
+    """A tensor of finite real numbers."""
     values = tensor(values, what)
     if values.is_complex():
         raise InvalidValue(f"{what} are complex; give real numbers")

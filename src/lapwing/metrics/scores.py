@@ -76,5 +76,6 @@ def paired(a: Tensor, b: Tensor) -> Estimate:
 
 
 def mean_or_each(scores: Tensor, each: bool) -> float | Tensor:
+    """The mean of scores, or the scores themselves, one an example."""
     scores = no_nan(scores.detach(), "scores")
     return scores if each else float(scores.mean())

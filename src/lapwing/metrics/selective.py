@@ -20,11 +20,14 @@ from lapwing.metrics.inputs import vector
 
 @dataclass(frozen=True, eq=False)
 class SelectiveRisk:
+    """The mean loss of the examples that are answered, the most certain first."""
+
     coverage: Tensor  # (n,), 1/n … 1
     risk: Tensor  # (n,), mean loss of those answered; the last is that of all
 
     @property
     def aurc(self) -> float:
+        """The area under it: the mean risk over all coverages."""
         return float(self.risk.mean())
 
     def plot(self) -> Any:

@@ -19,15 +19,19 @@ from lapwing.operators.diagonal import Diagonal
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
+    """Operators on the diagonal, each for its own entries of a vector."""
+
     parts: tuple[Any, ...]  # operators
     index: tuple[Tensor, ...]  # (p_j,) each
     cache: dict[Any, Any] = field(default_factory=dict)  # of the index: shared by every scale and shift
 
     @property
     def size(self) -> int:
+        """p."""
         return sum(len(i) for i in self.index)
 
     def pieces(self, v: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Each operator with its entries of v (..., p)."""
         for op, index in zip(self.parts, self.index, strict=True):
             yield op, v[..., index]
 
@@ -39,6 +43,7 @@ class Blocks:
         return kept[1]
 
     def join(self, pieces: list[Tensor]) -> Tensor:
+        """A vector (..., p) from its pieces, one an operator."""
         out = pieces[0].new_empty(*pieces[0].shape[:-1], self.size)
         for index, piece in zip(self.index, pieces, strict=True):
             out[..., index] = piece

@@ -32,6 +32,8 @@ class OuterRows:
 
 @dataclass(frozen=True, eq=False)
 class Dense:
+    """M = s·H + diag(d), H (p, p) in memory."""
+
     matrix: Tensor  # (p, p), float64
     factor: Tensor | None = None  # s, 0-dim; None is 1
     diag: Diagonal | None = None
@@ -41,10 +43,12 @@ class Dense:
 
     @property
     def size(self) -> int:
+        """p."""
         return self.matrix.shape[-1]
 
     @cached_property
     def cholesky(self) -> Tensor:
+        """L (p, p) with M = L Lᵀ, without gradient."""
         factor, jitter = linalg.cholesky(linalg.to_dense(self).detach())
         self.cache["jitter"] = max(self.cache.get("jitter", 0.0), jitter)
         return factor

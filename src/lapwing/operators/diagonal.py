@@ -19,6 +19,8 @@ from lapwing.operators import linalg
 
 @dataclass(frozen=True, eq=False)
 class Diagonal:
+    """diag(values[index]·unit), (p, p): one value for all entries, one for each, or one for each group."""
+
     values: Tensor  # (g,)
     size: int
     index: Tensor | None = None  # (p,) of int64
@@ -60,6 +62,7 @@ class Diagonal:
         return entries.sum(-1, keepdim=True) if self.single else entries
 
     def logdet(self) -> Tensor:
+        """log|M|, differentiable."""
         out = (self.counts() * self.values.log()).sum()
         return out if self.unit is None else out + self.unit.log().sum()
 
@@ -76,23 +79,6 @@ class Diagonal:
         if isinstance(groups, int):
             return Diagonal(self.values[groups].reshape(1), len(index), unit=unit)
         return Diagonal(self.values, len(index), groups, unit)
-
-    def restrict(self, columns: slice) -> Diagonal:
-        """The diagonal of a range of entries; uniform where all of them share one value."""
-        size = len(range(*columns.indices(self.size)))
-        unit = None if self.unit is None else self.unit[columns]
-        if self.single:
-            return Diagonal(self.values, size, unit=unit)
-        if self.index is None:
-            return Diagonal(self.values[columns], size, unit=unit)
-        index = self.index[columns]
-        if bool((index == index[0]).all()):
-            return Diagonal(self.values[index[0]].reshape(1), size, unit=unit)
-        return Diagonal(self.values, size, index, unit)
-
-
-def element_wise(values: Tensor) -> Diagonal:
-    return Diagonal(values.to(torch.float64), values.numel())
 
 
 @linalg.mv.register

@@ -22,6 +22,8 @@ from lapwing.operators.diagonal import Diagonal
 
 @dataclass(frozen=True, eq=False)
 class EigenKronecker:
+    """M = (U_B ⊗ U_A) diag(v) (U_B ⊗ U_A)ᵀ + diag(d), for each block b."""
+
     values: Tensor  # v (b, o, i), not negative
     ua: Tensor | None  # U_A (b, i, i); None is the identity
     ub: Tensor  # U_B (b, o, o)
@@ -30,6 +32,7 @@ class EigenKronecker:
 
     @property
     def size(self) -> int:
+        """p = b·o·i."""
         return self.values.numel()
 
     @property
@@ -56,10 +59,12 @@ class EigenKronecker:
         return w if self.ua is None else w @ self.ua
 
     def rotate_back(self, w: Tensor) -> Tensor:
+        """U_B W U_Aᵀ for W (..., b, o, i)."""
         w = self.ub @ w
         return w if self.ua is None else w @ self.ua.mT
 
     def matrices(self, v: Tensor) -> Tensor:
+        """Vectors (..., p) as matrices (..., b, o, i)."""
         return v.reshape(*v.shape[:-1], *self.values.shape)
 
 

@@ -28,6 +28,8 @@ from lapwing.operators.diagonal import Diagonal
 
 @dataclass(frozen=True, eq=False)
 class Kronecker:
+    """M = s·B ⊗ A + diag(d), for each block b."""
+
     a: Tensor  # (b, i, i) or (b, i)
     b: Tensor  # (b, o, o)
     factor: Tensor  # s, 0-dim
@@ -39,10 +41,12 @@ class Kronecker:
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """(b, o, i)."""
         return self.b.shape[0], self.b.shape[-1], self.a.shape[-1]
 
     @property
     def size(self) -> int:
+        """p = b·o·i."""
         b, o, i = self.shape
         return b * o * i
 
@@ -202,11 +206,13 @@ class Kronecker:
         return w if ua is None else w @ ua
 
     def rotate_back(self, w: Tensor) -> Tensor:
+        """U_B W U_Aᵀ for W (..., b, o, i)."""
         _, ua, _, ub = self.decomposition
         w = ub @ w
         return w if ua is None else w @ ua.mT
 
     def matrices(self, v: Tensor) -> Tensor:
+        """Vectors (..., p) as matrices (..., b, o, i)."""
         return v.reshape(*v.shape[:-1], *self.shape)
 
 

@@ -45,39 +45,57 @@ def verb(function: Callable[..., Any]) -> Any:
 
 
 @verb
-def mv(op: Any, v: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+def mv(op: Any, v: Tensor) -> Tensor:  # type: ignore[empty-body]
+    """M v for v (..., p)."""
+    ...
 
 
 @verb
-def scale(op: Any, s: Tensor) -> Any: ...
+def scale(op: Any, s: Tensor) -> Any:
+    """s·M, which shares the factorizations of M; s is 0-dim."""
+    ...
 
 
 @verb
-def shift(op: Any, d: Any) -> Any: ...
+def shift(op: Any, d: Any) -> Any:
+    """M + diag(d), d a Diagonal."""
+    ...
 
 
 @verb
-def solve(op: Any, b: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+def solve(op: Any, b: Tensor) -> Tensor:  # type: ignore[empty-body]
+    """M⁻¹ b for b (..., p)."""
+    ...
 
 
 @verb
-def logdet(op: Any) -> Tensor: ...  # type: ignore[empty-body]
+def logdet(op: Any) -> Tensor:  # type: ignore[empty-body]
+    """log|M|, 0-dim, differentiable in s and d."""
+    ...
 
 
 @verb
-def draw(op: Any, n: int, generator: torch.Generator) -> Tensor: ...  # type: ignore[empty-body]
+def draw(op: Any, n: int, generator: torch.Generator) -> Tensor:  # type: ignore[empty-body]
+    """n samples of N(0, M⁻¹), (n, p)."""
+    ...
 
 
 @verb
-def covariance(op: Any, rows: Any) -> Tensor: ...  # type: ignore[empty-body]
+def covariance(op: Any, rows: Any) -> Tensor:  # type: ignore[empty-body]
+    """X M⁻¹ Xᵀ for each example: X (n, c, p) gives (n, c, c)."""
+    ...
 
 
 @verb
-def diagonal(op: Any) -> Tensor: ...  # type: ignore[empty-body]
+def diagonal(op: Any) -> Tensor:  # type: ignore[empty-body]
+    """diag(M), (p,)."""
+    ...
 
 
 @verb
-def to_dense(op: Any) -> Tensor: ...  # type: ignore[empty-body]
+def to_dense(op: Any) -> Tensor:  # type: ignore[empty-body]
+    """M, (p, p)."""
+    ...
 
 
 @functools.singledispatch
@@ -126,6 +144,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, float]:
 
 
 def not_positive_definite(least: float) -> NotPositiveDefinite:
+    """The error of an indefinite precision, which names its least eigenvalue."""
     return NotPositiveDefinite(
         f"the posterior precision is indefinite: its least eigenvalue is {least:.6g}. Use factor='exact' (the "
         "generalized Gauss-Newton is never indefinite), raise the prior precision above the negative curvature, "

@@ -20,21 +20,29 @@ from lapwing.operators.diagonal import Diagonal
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
+    """W = V Vᵀ (m, m) with V = I ⊗ L: `copies` of L on the diagonal."""
+
     uniform: ClassVar[bool] = False
     values: Tensor  # L (a, b)
     copies: int = 1  # m / a
 
 
 @linalg.verb
-def half(w: Any, u: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+def half(w: Any, u: Tensor) -> Tensor:  # type: ignore[empty-body]
+    """u V (..., r), for u (..., m)."""
+    ...
 
 
 @linalg.verb
-def back(w: Any, e: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+def back(w: Any, e: Tensor) -> Tensor:  # type: ignore[empty-body]
+    """e Vᵀ (..., m), for e (..., r)."""
+    ...
 
 
 @linalg.verb
-def trace(w: Any, k: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+def trace(w: Any, k: Tensor) -> Tensor:  # type: ignore[empty-body]
+    """tr W K (...), for K (..., m, m)."""
+    ...
 
 
 @half.register

@@ -38,9 +38,13 @@ class Rows(Protocol):
     """A matrix (m, p) that gives ranges of its columns."""
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        """(m, p)."""
+        ...
 
-    def block(self, start: int, stop: int) -> Tensor: ...
+    def block(self, start: int, stop: int) -> Tensor:
+        """A range of columns, (m, stop − start)."""
+        ...
 
     @property
     def held(self) -> bool:
@@ -93,25 +97,32 @@ class HeldRows:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(m, p)."""
         return self.tensor.shape[0], self.tensor.shape[1]
 
     def block(self, start: int, stop: int) -> Tensor:
+        """A range of columns, (m, stop − start)."""
         return self.tensor[:, start:stop]
 
     @property
     def held(self) -> bool:
+        """All columns are in memory."""
         return True
 
     @property
     def pairs(self) -> dict[str, Pair]:
+        """None: columns are not looked at."""
         return {}
 
     def ranges(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[int, int]]:
+        """One range, of all columns."""
         yield 0, self.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
 class RootPlusDiagonal:
+    """M = Rᵀ W R + D, R (m, p), W (m, m), D (p, p)."""
+
     rows: Rows
     weights: Diagonal | Mixed  # W, (m, m)
     diag: Diagonal | None = None  # D; the verbs that need M⁻¹ need it
@@ -119,17 +130,21 @@ class RootPlusDiagonal:
 
     @property
     def size(self) -> int:
+        """p."""
         return self.rows.shape[1]
 
     @property
     def m(self) -> int:
+        """The number of rows of R."""
         return self.rows.shape[0]
 
     def blocks(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[slice, Tensor]]:
+        """Ranges of columns, and R there, (m, columns), in float64."""
         for start, stop in self.rows.ranges(beside, without):
             yield slice(start, stop), self.rows.block(start, stop).to(torch.float64)
 
     def precision(self) -> Diagonal:
+        """D; an error where there is none."""
         if self.diag is None:
             raise Unsupported("Rᵀ W R alone is singular; shift it by a prior precision first")
         return self.diag
@@ -206,6 +221,7 @@ class RootPlusDiagonal:
 
     @cached_property
     def inner_cholesky(self) -> Tensor:
+        """The Cholesky factor of B (m, m), without gradient."""
         factor, jitter = linalg.cholesky(self.inner().detach())
         self.cache["jitter"] = max(self.cache.get("jitter", 0.0), jitter)
         return factor

@@ -39,8 +39,9 @@ from lapwing.solvers.noise import generator_of
 from lapwing.solvers.product import Product
 from lapwing.solvers.sgd import sgd
 
-HELD, PASSING = 20, 4  # vectors that a solve holds for each column of this rank's own, and of the others'
-STEPS = 64  # vectors that Lanczos keeps for each probe, where the memory budget has room for them
+OWN_VECTORS = 20  # that a solve holds for each column of this rank's own
+OTHERS_VECTORS = 4  # and for each column of other ranks
+LANCZOS_VECTORS = 64  # vectors that Lanczos keeps for each probe, where the memory budget has room for them
 WORK = 10  # others that it holds for each
 ROUND = 64  # minibatches of a round of SGD, at the least: whole passes
 
@@ -49,7 +50,9 @@ class Root(Protocol):
     """R (m, p), cut by weight into R_h, by products."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of parameters p."""
+        ...
 
     @property
     def ranks(self) -> Ranks:
@@ -132,6 +135,8 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class Streamed:
+    """M = t·(RᵀWR + D), with R by passes over the data."""
+
     root: Root | None  # None where the data are not at hand: then only what is remembered can be had
     weights: Tensor  # W by column, (h,)
     near: Any  # Ĝ, an operator near RᵀWR
@@ -142,9 +147,11 @@ class Streamed:
 
     @property
     def size(self) -> int:
+        """p."""
         return self.near.size
 
     def reads(self) -> Root:
+        """R; an error where the data are not at hand."""
         if self.root is None:
             raise InvalidValue(
                 "this reads the training data again, which a file does not hold; give them: lw.load(path, model, "
@@ -153,12 +160,14 @@ class Streamed:
         return self.root
 
     def precision(self) -> Diagonal:
+        """D, without gradient; an error where there is none."""
         if self.diag is None:
             raise Unsupported("Rᵀ W R alone is singular; shift it by a prior precision first")
         return replace(self.diag, values=self.diag.values.detach())
 
     @cached_property
     def d(self) -> Tensor:
+        """D's diagonal, (p,)."""
         return self.precision().dense()
 
     @cached_property
@@ -179,10 +188,12 @@ class Streamed:
         return self.reads().product(v, self.weights.detach())[0]
 
     def whitened(self, gram: Product) -> Product:
+        """u ↦ u + D^-½ G D^-½ u, from products with G: the system in the unit of D."""
         scale = self.d.rsqrt()
         return lambda u: u + scale * gram(scale * u).to(u)
 
     def precondition(self, r: Tensor) -> Tensor:
+        """D^½ P⁻¹ D^½ r for r (k, p), in the unit of D."""
         root = self.d.sqrt()
         return root * linalg.solve(self.close[0], root * r) if len(r) else r
 
@@ -198,9 +209,9 @@ class Streamed:
     def solved(self, b: Tensor, start: Tensor | None = None, share: float = 1.0) -> Solution:
         """u with (I + D^-½ RᵀWR D^-½) u = b to a residual of tolerance·share·‖b‖, columns in groups that fit the memory
         budget; raises unless converged. b and u are this rank's, residuals those of all."""
-        plan, ranks, groups = self.plan, self.reads().ranks, self._groups(len(b), HELD, PASSING)
+        plan, ranks, groups = self.plan, self.reads().ranks, self._groups(len(b), OWN_VECTORS, OTHERS_VECTORS)
         starts = [None] * len(groups) if start is None else start.split(groups)
-        with ranks.told("a solve"):
+        with ranks.sharing_errors("a solve"):
             found = [
                 self._solve(some, x0, share * plan.tolerance) for some, x0 in zip(b.split(groups), starts, strict=True)
             ]
@@ -273,7 +284,7 @@ class Streamed:
         start = prior if last is None else last[2].dense().sqrt() * last[1].share(root.ranks)
         solution = self.sampled(self.noise, prior, start)
         z = self.d.rsqrt() * solution.x
-        groups = z.split(self._groups(len(z), 1, PASSING))
+        groups = z.split(self._groups(len(z), 1, OTHERS_VECTORS))
         made = [root.product(some, self.weights.detach()) for some in groups]
         gz, squares = (torch.cat(parts) for parts in zip(*made, strict=True))
         found = Samples(
@@ -356,9 +367,11 @@ class Streamed:
             return known[1]
         close, plan, ranks = self.close[0], self.plan, self.reads().ranks
         k, room = max(FEWEST, plan.samples), plan.memory_budget // (8 * self.size)  # probes, vectors
-        groups = torch.arange(k).tensor_split(max(1, min(k // FEWEST, -(-k // self._at_once(STEPS, PASSING)))))
+        groups = torch.arange(k).tensor_split(
+            max(1, min(k // FEWEST, -(-k // self._at_once(LANCZOS_VECTORS, OTHERS_VECTORS))))
+        )
         own = -(-len(groups[0]) // ranks.size)  # probes of a group, at the most
-        window = max(SHORT, (room - PASSING * (len(groups[0]) - own)) // own - WORK)
+        window = max(SHORT, (room - OTHERS_VECTORS * (len(groups[0]) - own)) // own - WORK)
 
         def step(v: Tensor) -> Tensor:
             mv = self.gram(v) + self.d * v
@@ -375,7 +388,7 @@ class Streamed:
         def whole(numbers: Tensor) -> Tensor:
             return ranks.whole(numbers, "quadratures")
 
-        with ranks.told("the log-determinant"):
+        with ranks.sharing_errors("the log-determinant"):
             found = [
                 slq(step, starts(some), lambda values: values.log(), inner, plan.max_steps, window, whole)[0]
                 for some in groups

@@ -77,7 +77,7 @@ class Integral:
             for rows in _cut(every, nodes.DRAWS * c):
                 yield rows, nodes.cloud(mean[rows].double(), cov[rows].double())
             return
-        steps = self._steps if sharp or self.likelihood.classes else torch.full_like(every, nodes.STEPS)
+        steps = self._steps if sharp or self.likelihood.classes else torch.full_like(every, nodes.LEAST_NODES)
         for count in steps.unique().tolist():
             for rows in _cut(every[steps == count], (2 * nodes.REACH * count + 1) * c):
                 var = cov[rows].diagonal(dim1=-2, dim2=-1)

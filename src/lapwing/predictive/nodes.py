@@ -22,7 +22,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.predictive.link import DRAWS, psd_root, quasi_normal
 
 REACH = 12  # standard deviations at which the line ends
-STEPS, MOST = 16, 1024  # nodes of the line in one standard deviation, at the least and at the most
+LEAST_NODES, MOST_NODES = 16, 1024  # nodes of the line in one standard deviation, at the least and at the most
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Nodes:
         return found, float(1 - kept.exp().min())
 
 
-def line(mean: Tensor, var: Tensor, steps: int = STEPS) -> Nodes:
+def line(mean: Tensor, var: Tensor, steps: int = LEAST_NODES) -> Nodes:
     """For each output by itself: μ and variance (n, c)."""
     z, log_weight = (t.to(mean) for t in _grid(steps))
     return Nodes(mean + var.clamp(min=0).sqrt() * z[:, None, None], log_weight[:, None])
@@ -82,8 +82,8 @@ def drawn(f: Tensor) -> Nodes:
 def fine(sharpness: Tensor) -> Tensor:
     """How many steps resolve p(y | f) along the line, a power of two: it is 1/√sharpness of a standard deviation wide,
     and four steps within that leave an error of rounding. (N,) -> (N,), integers."""
-    wanted = 4 * sharpness.double().nan_to_num(nan=0.0, posinf=float(MOST**2)).sqrt()
-    return (2 ** wanted.clamp(STEPS, MOST).log2().ceil()).long()
+    wanted = 4 * sharpness.double().nan_to_num(nan=0.0, posinf=float(MOST_NODES**2)).sqrt()
+    return (2 ** wanted.clamp(LEAST_NODES, MOST_NODES).log2().ceil()).long()
 
 
 @functools.lru_cache(maxsize=8)

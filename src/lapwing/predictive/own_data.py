@@ -36,7 +36,7 @@ def training_nll(
     if not likelihood.classes:
         return ()
     ranks = ranks_of(batches)
-    with ranks.told("predicting training data"), torch.no_grad():
+    with ranks.sharing_errors("predicting training data"), torch.no_grad():
         sums = _sums(tangent, posterior, likelihood, batches, budget)
     mine, network, rows = ranks.total([sums], "the fit of training data")[0].tolist()
     return (mine / rows, network / rows) if rows else ()

@@ -51,9 +51,9 @@ def predict(
     memory_budget: int = 2**30,
 ) -> Prediction:
     """Predict at x, about f(x), or about h(x, v̄) = f(x) + J(x)(v̄ − θ*) where a center v̄ is given."""
-    samples = given.whole(samples, "samples", 1)
+    samples, memory_budget = given.whole(samples, "samples", 1), given.memory(memory_budget)
     ranks = posterior.precision.ranks if isinstance(posterior.precision, Streamed) else ALONE
-    with ranks.told("reading the inputs"):
+    with ranks.sharing_errors("reading the inputs"):
         check_finite(x, "the inputs")
         if any(t.ndim and not len(t) for t in tree.tensors(x)):
             raise InvalidValue("the inputs hold no example to predict at; give at least one")
@@ -214,7 +214,7 @@ def _by_samples(
             "differ between ranks; give the same to all, or call la = la.gathered() on all and predict on each its own"
         )
     moves = z if center is None else torch.cat([z, (center - tangent.theta.to(center)).unsqueeze(0)])
-    with ranks.told("a prediction"):
+    with ranks.sharing_errors("a prediction"):
         f, away = sampled.pushed(tangent, moves, x)
     f, away = (f, away) if center is None else (f + away[-1], away[:-1])
     away = ranks.whole(away, "a prediction")

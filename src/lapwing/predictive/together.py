@@ -22,7 +22,7 @@ from torch.func import grad, hessian, vmap
 from lapwing.errors import LapwingWarning, NotConverged
 from lapwing.predictive.link import DRAWS, psd_root, quasi_normal
 
-STEPS, HALVINGS = 100, 40
+NEWTON_STEPS, HALVINGS = 100, 40
 SETTLED = 1e-9  # a Newton step's promise, in nats
 FEWEST = 16  # draws' worth of weight below which the estimate is said to be poor
 
@@ -61,7 +61,7 @@ def _mode(
         return log_prob(f.unsqueeze(0), y.unsqueeze(0))[0]
 
     z, value = mean.new_zeros(mean.numel()), psi(mean.new_zeros(mean.numel()))
-    for _ in range(STEPS):
+    for _ in range(NEWTON_STEPS):
         f = mean + (L @ z).reshape(mean.shape)
         slope = L.mT @ vmap(grad(one))(f, y).reshape(-1) - z
         C = torch.linalg.cholesky(eye + L.mT @ _times(_positive(-vmap(hessian(one))(f, y)), L))
@@ -77,7 +77,7 @@ def _mode(
         else:  # rounding is all that is left
             return z, C
         z, value = new, there
-    raise NotConverged(f"the mode of a joint density was not found in {STEPS} Newton steps")
+    raise NotConverged(f"the mode of a joint density was not found in {NEWTON_STEPS} Newton steps")
 
 
 def _positive(matrix: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class Comparison:
 
     @property
     def best(self) -> Row:
+        """The row of the model with the highest evidence."""
         return self.rows[0]
 
     def __getitem__(self, name: str) -> Row:

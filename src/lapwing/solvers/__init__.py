@@ -1,6 +1,5 @@
 """Iterative solvers: callables and tensors in, a result with its residual or standard error out; no operators."""
 
-from lapwing.solvers import precondition, trace
 from lapwing.solvers.cg import Solution, cg
 from lapwing.solvers.estimate import Estimate
 from lapwing.solvers.lanczos import Lanczos, Quadrature, quadrature, slq
@@ -14,8 +13,6 @@ __all__ = [
     "Solution",
     "cg",
     "nystrom",
-    "precondition",
     "quadrature",
     "slq",
-    "trace",
 ]

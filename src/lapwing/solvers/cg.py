@@ -27,6 +27,8 @@ DRIFT = 0.1  # how far, of its size, it may be from what is updated
 
 @dataclass(frozen=True, eq=False)
 class Solution:
+    """What K x = b was solved to, column by column."""
+
     x: Tensor  # (k, p), float64
     residual: Tensor  # (k,), ‖b − K x‖ / ‖b‖, of x as it is given
     steps: int  # of the column that took most

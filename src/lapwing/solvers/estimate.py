@@ -24,6 +24,8 @@ FEWEST = 4  # probes from which a standard error is told
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
+    """A number from random probes, with its standard error and 90 % interval."""
+
     value: float
     standard_error: float
     interval: tuple[float, float]  # 90 %
@@ -45,6 +47,7 @@ def exactly(value: float) -> Estimate:
 
 
 def mean_of(samples: Tensor) -> Estimate:
+    """The mean of samples (k,), with Student's interval."""
     value, error = float(samples.mean()), _standard_error(samples)
     away = student_t(LEVEL, len(samples) - 1) * error
     return Estimate(value, error, (value - away, value + away), samples)

@@ -45,6 +45,7 @@ class Lanczos:
 
     @classmethod
     def start(cls, mv: Product, starts: Tensor, inner: Product | None = None, window: int | None = None) -> Lanczos:
+        """From vectors (k, p), made to unit length in the inner product; window: how many are kept."""
         inner = inner or (lambda v: v)
         if window is not None and window < SHORT:
             raise InvalidValue(f"Lanczos needs a window of at least {SHORT} vectors, got {window}")
@@ -58,6 +59,7 @@ class Lanczos:
         return cls(mv, inner, window, [starts / length], [], [], alive)
 
     def step(self) -> None:
+        """One product more, and one vector more for each column."""
         q = self.basis[-1]
         w = torch.zeros_like(q)
         w[self.alive] = product(self.mv, q[self.alive])
@@ -117,6 +119,8 @@ def krylov(mv: Product, start: Tensor, steps: int) -> Iterator[tuple[Tensor, Ten
 
 @dataclass(frozen=True, eq=False)
 class Quadrature:
+    """tr f(L) by Lanczos quadrature, and whether it has settled."""
+
     estimate: Estimate  # tr f(L)
     steps: int  # products with L
     moved: float  # of the mean, in the last quarter of the steps; 0 where the bases are whole

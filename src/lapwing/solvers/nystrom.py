@@ -143,6 +143,7 @@ class Span:
 
 
 def span_of(sketches: Tensor, tests: Tensor, eps: float = EPS) -> Span:
+    """The span of all sketches (h, k, p) that were made with the same test vectors (k, p)."""
     sketches = sketches.to(torch.float64)
     q, upper = torch.linalg.qr(tests.mT)
     y = torch.linalg.solve_triangular(upper.mT, sketches, upper=False)

@@ -18,11 +18,14 @@ from lapwing.errors import InvalidValue
 
 @dataclass(frozen=True, eq=False)
 class Hartley:
+    """A random sketch of vectors of p numbers onto s of them."""
+
     signs: Tensor  # D (p,), int8
     places: Tensor  # (s,)
 
     @classmethod
     def drawn(cls, size: int, onto: int, generator: torch.Generator, device: torch.device) -> Hartley:
+        """A sketch from `size` numbers onto `onto`, with signs and places drawn."""
         if not 1 <= onto <= size:
             raise InvalidValue(f"a sketch of {size} numbers has from 1 to {size} of them, got {onto}")
         signs = torch.randint(0, 2, (size,), generator=generator, device=generator.device, dtype=torch.int8) * 2 - 1

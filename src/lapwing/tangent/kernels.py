@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def plain_kernels(onednn: bool = True) -> Iterator[None]:
+    """In it, torch runs kernels that torch.func can differentiate; onednn=False switches oneDNN off too, and composes
+    embedding bags."""
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

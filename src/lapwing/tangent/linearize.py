@@ -31,7 +31,7 @@ from lapwing.errors import InvalidValue, LapwingError, LapwingWarning, NetworkFa
 from lapwing.tangent import proof
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
-from lapwing.tangent.layout import ChannelsLast, apt, channels_last
+from lapwing.tangent.memory_order import ChannelsLast, channels_last, convolves_on_cpu
 from lapwing.tangent.subset import Forward, Swapped, compiled, select, telling
 from lapwing.tree import Layout
 
@@ -114,6 +114,8 @@ def _check(model: nn.Module) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TangentModel:
+    """The network as a function of its selected weights: f(θ*) and J as products, (n, ..., c) by (p,)."""
+
     model: nn.Module  # borrowed: its modules are run, its tensors are not used
     params: dict[str, Tensor]  # θ*, the selected parameters, in order
     constants: dict[str, Tensor]  # every other parameter and buffer
@@ -124,6 +126,7 @@ class TangentModel:
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return next(iter(self.params.values())).device
 
     @property
@@ -144,6 +147,7 @@ class TangentModel:
 
     @property
     def custom_forward(self) -> bool:
+        """Whether the user gave a forward=."""
         return self.forward is not call
 
     @property
@@ -187,9 +191,9 @@ class TangentModel:
         return {f"model.{n}": t for n, t in {**self.constants, **buffers, **self.embed(params)}.items()}
 
     def ordered(self, x: Any, reverse: bool = True) -> tuple[dict[str, Tensor], AbstractContextManager[Any]]:
-        """θ* in the order of memory in which convolutions run fastest, and the mode to apply it in (layout.py)."""
+        """θ* in the order of memory in which convolutions run fastest, and the mode to apply it in (`memory_order`)."""
         if "channels_last" not in self.route:
-            self.route["channels_last"] = apt(self.model, self.params) and self._same_so(x)
+            self.route["channels_last"] = convolves_on_cpu(self.model, self.params) and self._same_channels_last(x)
         if not self.route["channels_last"]:
             return self.params, nullcontext()
         return self._channels_last, ChannelsLast(reverse)
@@ -198,7 +202,7 @@ class TangentModel:
     def _channels_last(self) -> dict[str, Tensor]:
         return channels_last(self.params)
 
-    def _same_so(self, x: Any) -> bool:
+    def _same_channels_last(self, x: Any) -> bool:
         """Whether the outputs of a few examples, and the gradient of their sum, are the same with channels last, up to
         rounding. Checkpointed layers run again outside of the mode, and may fail there."""
         few = tree.rows_of(x, slice(0, 4)) if self.separable(x) else x
@@ -295,6 +299,7 @@ class TangentModel:
 
     @torch.inference_mode(False)
     def vjp(self, x: Any, u: Tensor) -> dict[str, Tensor]:
+        """Jᵀu for u (n, ..., c), {name: tensor of the parameter's shape}."""
         grads = self.gradients(x, u)
         return {n: torch.zeros_like(self.params[n]) if g is None else g for n, g in grads.items()}
 

@@ -43,6 +43,7 @@ def once(tangent: TangentModel, route: str, key: Hashable, right: Callable[[], b
 
 
 def shapes(x: Any, *more: Tensor) -> Hashable:
+    """The shapes of all tensors, by which proofs are remembered."""
     return tuple(t.shape for t in (*tree.tensors(x), *more))
 
 

@@ -21,7 +21,7 @@ from lapwing.tune.bounds import Box, Tuning, box, warn_bound
 from lapwing.tune.fixed_point import FASTEST, TOLERANCE, Stride, _Loop, precision
 from lapwing.tune.tracking import Tracker
 
-STEPS = 100
+EM_STEPS = 100
 SHARE = 0.05  # of the standard error of γ̂, within which the fixed point is met
 
 
@@ -49,7 +49,7 @@ def em(
 
 def _run(loop: _Loop, bounds: Box, tracker: Tracker | None, tolerance: float) -> tuple[dict[str, Tensor], int, bool]:
     values, stride, gap = dict(bounds.start), Stride(loop.most), 1.0
-    for step in range(1, STEPS + 1):
+    for step in range(1, EM_STEPS + 1):
         now = loop.at(values)
         center, precise = None, True
         if tracker is not None:
@@ -61,7 +61,7 @@ def _run(loop: _Loop, bounds: Box, tracker: Tracker | None, tolerance: float) ->
             return values, step, True
         if gap > near:  # else once more here, with a better v*
             values = stride.towards(wanted, values, bounds)
-    return values, STEPS, False
+    return values, EM_STEPS, False
 
 
 def _relative_error(loop: _Loop, now: tuple[Any, Any]) -> float:

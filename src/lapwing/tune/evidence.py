@@ -21,7 +21,7 @@ from lapwing.tune.bounds import EDGE, Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
 
 TOLERANCE = 1e-6  # of the gradient in log space, relative to the number of parameters and data
-STEPS = 200
+LBFGS_STEPS = 200
 SECANTS, CLOSE = 12, 1e-7  # steps towards a start, and how near, in log λ, is near enough
 
 
@@ -44,7 +44,7 @@ def evidence(
 
     optimizer = torch.optim.LBFGS(
         list(u.values()),
-        max_iter=STEPS,
+        max_iter=LBFGS_STEPS,
         tolerance_grad=1e-2 * scale,
         tolerance_change=1e-13,
         line_search_fn="strong_wolfe",

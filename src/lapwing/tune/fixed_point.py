@@ -24,7 +24,7 @@ from lapwing.tune.bounds import Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
 
 TOLERANCE = 1e-3
-STEPS = 500
+FIXED_POINT_STEPS = 500
 ROUNDS, BETWEEN = 200, 12  # solves for v*, and steps that predict it in between
 REACH, BELIEF = 3.0, 1.5  # of a prediction, in log λ; and how far off in log ‖v*‖² it may be
 SLOWEST, FASTEST, ROUND = 0.25, 4.0, 2.0  # paces of a step, in units of the fixed point's own
@@ -44,9 +44,9 @@ def mackay(
     bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)
     loop = _Loop(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
     if tracker is None:
-        values, trace, settled = loop.run(bounds, lambda *_: None, tolerance, STEPS)
+        values, trace, settled = loop.run(bounds, lambda *_: None, tolerance, FIXED_POINT_STEPS)
     elif tracker.held:
-        values, trace, settled = loop.run(bounds, tracker.center, tolerance, STEPS)
+        values, trace, settled = loop.run(bounds, tracker.center, tolerance, FIXED_POINT_STEPS)
     else:
         values, trace, settled = _rounds(loop, bounds, tracker, tolerance)
     at_bound = bounds.at_bound(values)

@@ -127,7 +127,7 @@ def _held_out(
         posterior = condition(state, prior.replace(precision=prior.precision.detach() * math.exp(log_c)), likelihood)
         if isinstance(posterior.precision, Streamed):  # a solve of all ranks; then each predicts its own held-out data
             posterior = replace(posterior, precision=posterior.precision.gathered())
-        with ranks.told("predicting the held-out data"):
+        with ranks.sharing_errors("predicting the held-out data"):
             made = [
                 (predict(state.tangent, posterior, likelihood.plain, x, memory_budget=budget), y)
                 for x, y in passes(batches, state.tangent.device, label="held out")

@@ -40,6 +40,7 @@ class Rule:
     transposed = False  # the weight is stored (i, o, ...) rather than (o, i, ...)
 
     def sites(self, module: Any) -> tuple[Site, ...]:
+        """The linear maps in a module: their parameters and shapes."""
         return (Site("", "weight", "bias", self.shape(module), self.transposed, self.kernel(module)),)
 
     def shape(self, module: Any) -> tuple[int, int, int]:
@@ -65,6 +66,7 @@ class ComposedRule(Rule):
     runs the module in steps that show them."""
 
     def sites(self, module: Any) -> tuple[Site, ...]:
+        """The linear maps in a module: their parameters and shapes."""
         raise NotImplementedError
 
     def forward(self, module: Any, keep: Keep, *args: Any, **kwargs: Any) -> Any:

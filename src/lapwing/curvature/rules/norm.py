@@ -21,9 +21,11 @@ class ChannelRule(Rule):
     """Channels in dimension 1, (n, c, *positions)."""
 
     def channels(self, module: Any) -> int:
+        """The number of channels c."""
         return module.num_features
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
+        """What scale and bias are applied to, of the shape of x."""
         raise NotImplementedError
 
     def shape(self, module: Any) -> tuple[int, int, int]:
@@ -67,6 +69,7 @@ class ElementRule(Rule):
     """Elements of the last dimensions, (n, *positions, *normalized_shape)."""
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
+        """What scale and bias are applied to, of the shape of x."""
         raise NotImplementedError
 
     def shape(self, module: Any) -> tuple[int, int, int]:

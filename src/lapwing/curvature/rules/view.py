@@ -29,15 +29,19 @@ class DenseInputs:
 
     @property
     def positions(self) -> int:
+        """The number of shared positions s."""
         return self.a.shape[1]
 
     def chunk(self, index: slice) -> DenseInputs:
+        """Those of some examples."""
         return DenseInputs(self.a[index])
 
     def to(self, dtype: torch.dtype) -> DenseInputs:
+        """In another dtype."""
         return DenseInputs(self.a.to(dtype))
 
     def absolute(self) -> DenseInputs:
+        """|a|."""
         return DenseInputs(self.a.abs())
 
     def apart(self) -> DenseInputs:
@@ -45,6 +49,7 @@ class DenseInputs:
         return DenseInputs(self.a.flatten(0, 1).unsqueeze(1))
 
     def empty_gram(self, sharing: str) -> Tensor:
+        """Zeros (b, i, i) for Σ a aᵀ."""
         b, i = self.a.shape[2:]
         return torch.zeros(b, i, i, dtype=torch.promote_types(self.a.dtype, torch.float32), device=self.a.device)
 
@@ -102,18 +107,23 @@ class OneHotInputs:
 
     @property
     def positions(self) -> int:
+        """The number of shared positions s."""
         return self.ids.shape[1]
 
     def chunk(self, index: slice) -> OneHotInputs:
+        """Those of some examples."""
         return OneHotInputs(self.ids[index], self.size, self.padding)
 
     def to(self, dtype: torch.dtype) -> OneHotInputs:
+        """Themselves: they have no dtype."""
         return self
 
     def absolute(self) -> OneHotInputs:
+        """Themselves: they are not negative."""
         return self
 
     def apart(self) -> OneHotInputs:
+        """Each position as an example of its own."""
         return OneHotInputs(self.ids.reshape(-1, 1), self.size, self.padding)
 
     def _live(self, g: Tensor) -> Tensor:
@@ -127,6 +137,7 @@ class OneHotInputs:
         return torch.zeros(shape, dtype=torch.float64, device=self.ids.device)
 
     def add_gram(self, total: Tensor, sharing: str) -> None:
+        """total += Σ a aᵀ over data and positions: counts (b, i), or (b, i, i) of their means."""
         if sharing == "reduce":
             DenseInputs(self._dense().unsqueeze(2)).add_gram(total, sharing)
         else:
@@ -140,6 +151,7 @@ class OneHotInputs:
         return a
 
     def outer(self, g: Tensor) -> Tensor:
+        """Gradients of each example, (k, n, 1, o, i)."""
         g = self._live(g)  # (k, n, s, o)
         k, n, s, o = g.shape
         out = g.new_zeros(k, n, self.size, o)
@@ -153,21 +165,25 @@ class OneHotInputs:
         return g, torch.einsum("nst,knto->knso", same, g)
 
     def squares(self, g: Tensor, room: Tensor | None = None) -> Tensor:
+        """Σ of squared gradients over columns and examples, (1, o, i)."""
         g, total = self._summed(g)
         each = (g * total).sum(0).flatten(0, 1)  # (n s, o)
         out = each.new_zeros(self.size, each.shape[-1]).index_add(0, self.ids.reshape(-1), each)
         return out.mT.unsqueeze(0)
 
     def rotated(self, basis: Tensor | None) -> Any:
+        """In another basis of the inputs; None is their own."""
         if basis is None:
             return self
         return DenseInputs(self._dense().to(basis).unsqueeze(2)).rotated(basis)
 
     def covariance(self, g: Tensor, inverse: Tensor) -> Tensor:
+        """Σ_oi of products of gradients, weighed by a variance `inverse` (1, o, i): (n, k, k)."""
         g, total = self._summed(g)
         v = inverse[0].mT[self.ids]  # (n, s, o)
         return torch.einsum("knso,nso,lnso->nkl", total, v, g)
 
     def variance(self, g: Tensor, inverse: Tensor) -> Tensor:
+        """The diagonal of the covariance, (n, k)."""
         g, total = self._summed(g)
         return torch.einsum("knso,nso,knso->nk", total, inverse[0].mT[self.ids], g)

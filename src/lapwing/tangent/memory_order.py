@@ -24,8 +24,8 @@ def channels_last(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: p.clone(memory_format=LAST) if p.ndim == 4 else p for n, p in params.items()}
 
 
-def apt(model: nn.Module, params: Mapping[str, Tensor]) -> bool:
-    """Whether there is something to gain."""
+def convolves_on_cpu(model: nn.Module, params: Mapping[str, Tensor]) -> bool:
+    """Whether there is something to gain: 2-D convolutions in float32 on a CPU."""
     convolves = any(p.ndim == 4 for p in params.values()) and any(isinstance(m, nn.Conv2d) for m in model.modules())
     return convolves and all(p.dtype == torch.float32 and p.device.type == "cpu" for p in params.values())
 

@@ -1,0 +1,60 @@
+"""What the project says of itself is so: the layers and the names in CONTRIBUTING.md, and what a wheel holds."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lapwing as lw
+
+ROOT = Path(__file__).parent.parent
+SOURCE = Path(lw.__file__).parent
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+OBJECTS, ENDINGS = ("la", "state", "torch"), ("py", "md", "toml")
+SETTINGS = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def settings() -> dict[str, Any]:
+    return importlib.import_module("tomllib").loads(SETTINGS)
+
+
+def layers_of(text: str) -> list[set[str]]:
+    """a < b, c  ->  [{a}, {b, c}]."""
+    return [{name.strip() for name in layer.split(",")} for layer in text.split("<")]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_the_layers_of_a_page_are_those_that_are_checked(page: str) -> None:
+    (contract,) = settings()["tool"]["importlinter"]["contracts"]
+    checked = [{name.strip().removeprefix("lapwing.") for name in row.split("|")} for row in contract["layers"]]
+    (said,) = re.findall(r"errors, splitmix < [\w\s,<]*", (ROOT / page).read_text(encoding="utf-8"))
+    assert layers_of(said) == checked[::-1]
+
+
+@pytest.mark.parametrize("path", sorted({*re.findall(r"`([\w/]+\.(?:py|md|toml))`", GUIDE)}))
+def test_files_that_the_guide_names_exist(path: str) -> None:
+    assert (SOURCE / path).exists() or (ROOT / path).exists()
+
+
+def names() -> list[str]:
+    """`arguments.STRUCTURES` and the like: what starts with a room of the package, and is no file."""
+    found = {tuple(name.split(".")) for name in re.findall(r"`((?:[a-z_]+\.)+[A-Za-z_]\w*)`", GUIDE)}
+    return sorted(".".join(parts) for parts in found if parts[0] not in OBJECTS and parts[-1] not in ENDINGS)
+
+
+@pytest.mark.parametrize("name", names())
+def test_names_that_the_guide_gives_exist(name: str) -> None:
+    head, *rest = name.split(".")
+    found = importlib.import_module(f"lapwing.{head}")
+    for part in rest:
+        found = getattr(found, part)
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (SOURCE / "py.typed").read_bytes() == b""
