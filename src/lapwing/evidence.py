@@ -124,13 +124,12 @@ def bound(state: State) -> str:
 
 
 def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
-    """γ_g, how many directions of each prior group the data determine, (g,)."""
+    """γ_g, how many directions of each prior group the data determine, (g,): by log|G + A| as A_g is stretched."""
     with torch.enable_grad():
-        log_precision = prior.precision.detach().log().requires_grad_()
-        moving = prior.replace(precision=log_precision.exp())
-        logdet = linalg.logdet_slope(linalg.shift(curvature(state, likelihood), moving.operator()))
-        (slope,) = torch.autograd.grad(logdet, log_precision)
-    return prior.counts() - slope.reshape(-1)
+        stretch = torch.ones_like(prior.counts()).requires_grad_()
+        a = prior.stretched(state.tangent.theta.to(torch.float64), stretch)
+        (slope,) = torch.autograd.grad(linalg.logdet_slope(linalg.shift(curvature(state, likelihood), a)), stretch)
+    return prior.counts() - slope
 
 
 def noise_slope(state: State, prior: Any, likelihood: Any, name: str = "noise") -> Tensor:
@@ -144,4 +143,4 @@ def noise_slope(state: State, prior: Any, likelihood: Any, name: str = "noise") 
 
 def mean_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:
     """The mean of diag G over each prior group, in the prior's unit, (g,)."""
-    return (linalg.traces(curvature(state, likelihood), prior.operator()) / prior.counts()).detach()
+    return prior.mean_curvature(curvature(state, likelihood)).detach()

@@ -131,6 +131,15 @@ class Prior:
         group at k values of the noise; v (p,): the trained weights."""
         return {name: (now - RANGE, now + RANGE, now) for name, now in self.coordinates().items()}
 
+    def balanced(self, squares: Tensor, variance: float) -> dict[str, Tensor]:
+        """Coordinates to start from, where diag JᵀJ (p,) is known: each group gives the outputs this prior variance, in
+        sum over all of them. A prior may know none."""
+        return {}
+
+    def scatter(self, v: Tensor) -> Tensor:
+        """‖v_g − m_g‖² in the prior's unit, (g,): what MacKay's fixed point compares with γ_g."""
+        raise self._no_fixed_point()
+
     def wanted(self, gamma: Tensor, square: Tensor) -> dict[str, Tensor]:
         """The coordinates at MacKay's fixed point, for γ_g and ‖v_g − m_g‖², both (g,)."""
         raise self._no_fixed_point()
@@ -221,6 +230,10 @@ class Prior:
     def mean_curvature(self, curvature: Any) -> Tensor:
         """The mean of diag G over each group, in the prior's own unit, (g,)."""
         return linalg.traces(curvature, self.groups()) / self.counts()
+
+    def ratio(self, curvature: Any, v: Tensor) -> Tensor:
+        """tr(A⁻¹G)/P: how much sharper the data are than the prior."""
+        return (linalg.diagonal(curvature) / self.quadratic(v)[0].dense()).mean()
 
     def facts(self) -> dict[str, Tensor]:
         """The tensors that make it what it is, for others to compare with theirs."""

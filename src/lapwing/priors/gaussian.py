@@ -108,6 +108,12 @@ class Gaussian(Prior):
         guess = self.counts() / self.scatter(v).clamp(min=TINY)
         return {"precision": (low, high, guess.log().clamp(low + 1, high - 1))}
 
+    def balanced(self, squares: Tensor, variance: float) -> dict[str, Tensor]:
+        """λ_g = Σ_{i in g} [JᵀJ]_ii / unit_i over the variance, A = λ_g unit_i."""
+        groups = self.groups()
+        unit = self.operator().dense().detach() / groups.dense().detach()
+        return {"precision": (groups.sums(squares / unit) / variance).clamp(min=TINY).log()}
+
     def wanted(self, gamma: Tensor, square: Tensor) -> dict[str, Tensor]:
         return {"precision": gamma.clamp(min=TINY).log() - square.clamp(min=TINY).log()}
 
@@ -124,6 +130,10 @@ class Gaussian(Prior):
 
     def mean_curvature(self, curvature: Any) -> Tensor:
         return linalg.traces(curvature, self.operator()) / self.counts()
+
+    def ratio(self, curvature: Any, v: Tensor) -> Tensor:
+        relative, counts = self.mean_curvature(curvature) / self.precision.detach().reshape(-1), self.counts()
+        return (relative * counts).sum() / counts.sum()
 
     def facts(self) -> dict[str, Tensor]:
         return {**super().facts(), "mean": Gaussian.mean_vector(self)}  # before a g-prior holds weights in place
