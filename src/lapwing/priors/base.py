@@ -167,14 +167,14 @@ class Prior:
         """Fix the groups for a network; a hyperparameter of one value is repeated for each group."""
         per = groups.resolved(self.per, layout)
         names, index = groups.group(per, layout)
-        count = len(names) or layout.size
-        values = {}
+        count, values = len(names) or layout.size, {}
+        shown = repr(per) if isinstance(per, (str, tuple)) else "a function"
         for name, value in self.hyperparameters.items():
             value = value.to(device)
             if value.ndim == 0 and not (isinstance(per, str) and per == "all"):
                 value = value.expand(count)
             if value.numel() != count:
-                raise InvalidValue(f"{value.numel()} prior {name}s for {count} groups of {self._grouped()}")
+                raise InvalidValue(f"{value.numel()} prior {name}s for {count} groups of per={shown}")
             values[name] = value
         index = None if index is None else index.to(device)
         own = {"per": per} if per is not self.per else {}
@@ -184,9 +184,6 @@ class Prior:
         if self.layout is None:
             raise InvalidValue("this prior is not bound to a network yet; use la.prior, or prior.bind(tangent.layout)")
         return self.layout
-
-    def _grouped(self) -> str:
-        return f"per={self.per!r}" if isinstance(self.per, (str, tuple)) else "per=a function"
 
     def groups(self) -> Diagonal:
         """Which group each weight belongs to: a Diagonal of ones."""
@@ -238,7 +235,11 @@ class Prior:
     def facts(self) -> dict[str, Tensor]:
         """The tensors that make it what it is, for others to compare with theirs."""
         groups = {} if self.index is None else {"groups": self.index}
-        return {**self.hyperparameters, **groups}
+        kept = [f.name for f in fields(self) if f.name in self.settings and f.name not in Prior.settings]
+        return {**self.hyperparameters, **groups, **{k: given.real(getattr(self, k), k) for k in kept}}
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__} per {self.per if isinstance(self.per, (str, tuple)) else 'a function'}"
 
 
 def _layout_of(named: Mapping[str, Tensor]) -> Layout:

@@ -39,6 +39,7 @@ class GPrior(Gaussian):
     """`precision` is λ; `per` and `mean` as in Gaussian. Bound to a network by `bind`, to its curvature by `at`."""
 
     bound: ClassVar[tuple[str, ...]] = (*Gaussian.bound, "held")
+    settings: ClassVar[tuple[str, ...]] = (*Gaussian.settings, "floor")
     floor: float = 0.0
     unit: Tensor | None = None  # h (p,), once at a curvature; huge where dropped
     dropped: Tensor | None = None  # (p,) of bool
