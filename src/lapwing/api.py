@@ -413,7 +413,8 @@ class Laplace:
             how += f"; {self.state.lost:.1f} digits lost by removals, about {max(0.0, self.state.digits):.1f} left"
         known = self.tuning.train_nll if self.tuning else self.__dict__.get("_training_nll", ())
         how += f"; {words}" if (words := unfit(known)) else ""
-        shown = ", ".join(f"{k} {_range(v.reshape(-1))}" for k, v in self.prior.hyperparameters.items())
+        values = [f"{k} {_range(v.reshape(-1))}" for k, v in self.prior.hyperparameters.items()]
+        shown = ", ".join(values) or self.prior.kind
         noise = "".join(f", {k}={_numbers(v)}" for k, v in self.likelihood.hyperparameters.items())
         shown += "" if self.temperature == 1.0 else f"; temperature {self.temperature:.3g}"
         return (

@@ -150,7 +150,7 @@ def facts(
     out |= {f"a mask of {name}": value for name, value in masks.items()}
     out["likelihood"] = likelihood.kind
     out |= {f"likelihood's {key}": str(value.tolist()) for key, value in likelihood.hyperparameters.items()}
-    out["prior"] = str(prior)
+    out["prior"] = prior.kind
     out |= {f"prior's {key}": value for key, value in tree.fingerprints(prior.facts()).items()}
     for what, thing in (("structure", structure), ("factor", factor), ("memory_budget", budget)):
         out[what] = repr(thing) if type(thing).__repr__ is not object.__repr__ else type(thing).__name__

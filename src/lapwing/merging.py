@@ -79,12 +79,12 @@ def _check_objects(a: Laplace, b: Laplace, who: str) -> None:
 
 def _same_prior(a: Any, b: Any) -> bool:
     mine, theirs = a.facts(), b.facts()
-    same = type(a) is type(b) and str(a) == str(b) and a.names == b.names and mine.keys() == theirs.keys()
+    same = type(a) is type(b) and a.kind == b.kind and a.names == b.names and mine.keys() == theirs.keys()
     return same and all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
 
 def _told(prior: Any) -> str:
-    return f"{prior} with " + ", ".join(f"{k} {_spread(v.reshape(-1))}" for k, v in prior.hyperparameters.items())
+    return f"{prior.kind} with " + ", ".join(f"{k} {_spread(v.reshape(-1))}" for k, v in prior.hyperparameters.items())
 
 
 def _spread(values: Tensor) -> str:

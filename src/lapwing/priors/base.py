@@ -238,7 +238,9 @@ class Prior:
         kept = [f.name for f in fields(self) if f.name in self.settings and f.name not in Prior.settings]
         return {**self.hyperparameters, **groups, **{k: given.real(getattr(self, k), k) for k in kept}}
 
-    def __str__(self) -> str:
+    @property
+    def kind(self) -> str:
+        """What it is called in messages: its class and grouping."""
         return f"{type(self).__name__} per {self.per if isinstance(self.per, (str, tuple)) else 'a function'}"
 
 
