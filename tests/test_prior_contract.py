@@ -407,3 +407,14 @@ def test_a_name_that_prior_and_likelihood_share_is_refused() -> None:
     model, x, y = data()
     with pytest.raises(InvalidValue, match="both call a hyperparameter"):
         lw.laplace(model, (x, y), "gaussian", prior=Noisy()).tuned(center="map")
+
+
+@pytest.mark.parametrize("prior", [Gaussian(2.0, per="layer"), GPrior(2.0, per="layer"), GPrior(3.0)])
+def test_a_balanced_prior_gives_each_group_the_variance_asked_for(prior: Gaussian) -> None:
+    """Σ_{i in g} [JᵀJ]_ii / A_ii, the prior variance of all outputs in sum, is the same for every group."""
+    model, x, y = data(5)
+    bound = lw.laplace(model, (x, y), "gaussian", prior=prior).prior
+    squares = torch.rand(14, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
+    moved = bound.moved(bound.balanced(squares, 7.0))
+    spread = moved.groups().sums(squares / moved.quadratic(squares)[0].dense())
+    close(spread, torch.full_like(spread, 7.0))
