@@ -15,7 +15,7 @@ import lapwing as lw
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(lw.__file__).parent
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-OBJECTS, ENDINGS = ("la", "state", "torch"), ("py", "md", "toml")
+OBJECTS, ENDINGS = ("la", "state", "torch"), ("py", "md", "toml", "yml")
 SETTINGS = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 

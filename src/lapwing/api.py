@@ -27,7 +27,7 @@ from lapwing.arguments import (
     as_tangent,
     facts,
 )
-from lapwing.center import Center, Jacobian, read, tangent_map
+from lapwing.center import Center, Jacobian, check_gaussian, read, tangent_map
 from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, State, accumulate, probe
 from lapwing.curvature.matrix_free import source
@@ -53,7 +53,7 @@ class Laplace:
     a new object; the curvature is shared."""
 
     state: State
-    prior: priors.Gaussian
+    prior: priors.Prior
     likelihood: likelihoods.Likelihood
     center: str = "map"
     tuning: Tuning | None = None
@@ -167,6 +167,7 @@ class Laplace:
             return replace(
                 self, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0
             )._compared()
+        check_gaussian(self.prior)
         batches = self._data(data, "tuned(center='tangent')", "; center='map' reads none")
         tracker = tune.Tracker(self._center_state, self._jacobian(batches), mean)
         prior, likelihood, tuning = methods[method](*start, tracker=tracker)
@@ -412,18 +413,14 @@ class Laplace:
             how += f"; {self.state.lost:.1f} digits lost by removals, about {max(0.0, self.state.digits):.1f} left"
         known = self.tuning.train_nll if self.tuning else self.__dict__.get("_training_nll", ())
         how += f"; {words}" if (words := unfit(known)) else ""
-        values = self.prior.precision.reshape(-1)
-        shown = (
-            f"{float(values[0]):.4g}"
-            if values.numel() == 1
-            else f"{values.numel()} values, {float(values.min()):.3g} to {float(values.max()):.3g}"
-        )
+        values = [f"{k} {_range(v.reshape(-1))}" for k, v in self.prior.hyperparameters.items()]
+        shown = ", ".join(values) or self.prior.kind
         noise = "".join(f", {k}={_numbers(v)}" for k, v in self.likelihood.hyperparameters.items())
         shown += "" if self.temperature == 1.0 else f"; temperature {self.temperature:.3g}"
         return (
             f"Laplace({self.likelihood.kind}{noise}; {self.state.structure}{self._captured[0]}, "
             f"{self.state.factor} factor; "
-            f"{self.state.layout.size:,} parameters, {self.state.n:,} examples; prior precision {shown}; {how})"
+            f"{self.state.layout.size:,} parameters, {self.state.n:,} examples; prior {shown}; {how})"
         )
 
     def _data(self, data: Any, what: str, otherwise: str = "") -> Any:
@@ -457,6 +454,7 @@ class Laplace:
     @torch.inference_mode(False)
     def _tangent_map(self, prior: Any, likelihood: Any, batches: Any = None) -> Center:
         """v* for a prior and noise, started from that of this object where it is known."""
+        check_gaussian(prior)
         if batches is None:
             batches = self._data(None, "a tangent center for another prior or noise", " to recentered() or tuned()")
         return tangent_map(self._center_state, prior, likelihood, self._jacobian(batches), self.at).alone()
@@ -476,7 +474,7 @@ class Laplace:
         batches = as_shard(data, ranks_of(self.data))
         return replace(self, data=batches, state=_sourced(self.state, self.likelihood, batches))
 
-    def _prior(self, prior: Any) -> priors.Gaussian:
+    def _prior(self, prior: Any) -> priors.Prior:
         if prior is None:
             return self.prior
         return placed(as_prior(prior, self.state.layout, self.tangent.device), self.state)
@@ -497,6 +495,12 @@ def _mean(mean: str) -> str:
     if mean not in ("network", "tangent"):
         raise InvalidValue(f"mean must be 'network' or 'tangent', got {mean!r}")
     return mean
+
+
+def _range(values: Tensor) -> str:
+    if values.numel() == 1:
+        return f"{float(values[0]):.4g}"
+    return f"{values.numel()} values, {float(values.min()):.3g} to {float(values.max()):.3g}"
 
 
 def _numbers(value: Tensor) -> str:
@@ -624,7 +628,7 @@ def _loaded(saved: io.Saved, model: nn.Module, forward: Any, path: Any) -> Lapla
     return la
 
 
-def _assemble(state: State, prior: priors.Gaussian, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:
+def _assemble(state: State, prior: priors.Prior, likelihood: likelihoods.Likelihood, budget: int) -> Laplace:
     likelihood = _served(check_sums(state), likelihood)
     treated = state.layout.shapes.keys() | state.coverage.keys()
     frozen = tuple(n for n, _ in state.tangent.model.named_parameters() if n not in treated)

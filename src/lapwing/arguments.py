@@ -49,7 +49,7 @@ def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
     raise InvalidValue(f"likelihood must be one of {list(LIKELIHOODS)} or an object, got {likelihood!r}")
 
 
-def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussian:
+def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Prior:
     """A prior from a precision, a word, {glob: precision} or an object, bound to the parameters."""
     if isinstance(prior, (int, float, Tensor)) and not isinstance(prior, bool):
         prior = priors.Gaussian(prior) if torch.as_tensor(prior).ndim == 0 else priors.Gaussian(prior, per="weight")
@@ -59,7 +59,7 @@ def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Gaussia
         prior = priors.GPrior()
     elif isinstance(prior, Mapping):
         prior = priors.Gaussian(prior)
-    if not hasattr(prior, "bind"):
+    if not isinstance(prior, priors.Prior):
         raise InvalidValue(
             f"prior must be a precision, 'layerwise', 'gprior', {{glob: precision}} or an object, got {prior!r}"
         )
@@ -151,9 +151,8 @@ def facts(
     out |= {f"a mask of {name}": value for name, value in masks.items()}
     out["likelihood"] = likelihood.kind
     out |= {f"likelihood's {key}": str(value.tolist()) for key, value in likelihood.hyperparameters.items()}
-    out["prior"] = f"{type(prior).__name__} per {prior.per}"
-    values = {"precision": prior.precision, "mean": prior.mean_vector()}
-    out |= {f"prior's {key}": value for key, value in tree.fingerprints(values).items()}
+    out["prior"] = prior.kind
+    out |= {f"prior's {key}": value for key, value in tree.fingerprints(prior.facts()).items()}
     for what, thing in (("structure", structure), ("factor", factor), ("memory_budget", budget)):
         out[what] = repr(thing) if type(thing).__repr__ is not object.__repr__ else type(thing).__name__
     out |= tree.fingerprints({} if generator is None else {"generator": given.generator(generator).get_state()})

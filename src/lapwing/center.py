@@ -365,6 +365,15 @@ def _semidefinite_solve(matrix: Tensor, b: Tensor) -> Tensor:
 # -- its minimum -------------------------------------------------------------------------------------------------
 
 
+def check_gaussian(prior: Any) -> None:
+    """Raise for a prior whose A moves with v: the objective is quadratic in the prior, and convex, for Gaussians."""
+    if not prior.gaussian:
+        raise Unsupported(
+            f"the tangent center needs a Gaussian prior, and {type(prior).__name__} is none; use center='map', the "
+            "trained weights: la.tuned(center='map')"
+        )
+
+
 @torch.no_grad()
 def tangent_map(
     state: State,
@@ -381,6 +390,7 @@ def tangent_map(
 
     Raises NotConverged where that is not reached in so many steps; with strict=False the residual says so.
     """
+    check_gaussian(prior)
     a, likelihood = _detached(prior.operator()), _detached(likelihood)
     structure, stretch = curvature(state, likelihood), 1.0 if start is None else start.stretch
     precision = linalg.shift(stretched(structure, stretch), a)

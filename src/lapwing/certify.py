@@ -42,7 +42,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import RootPlusDiagonal, linalg
 from lapwing.operators.streamed import LANCZOS_VECTORS, WORK
-from lapwing.posterior import Gaussian, condition, curvature
+from lapwing.posterior import Gaussian, condition, curvature, prior_precision
 from lapwing.solvers import Estimate, cg, quadrature
 from lapwing.solvers.estimate import FEWEST, exactly, mean_of, ratio_of
 from lapwing.solvers.lanczos import SHORT
@@ -88,7 +88,7 @@ class Reader:
         """(G + A) v."""
         self.passes += 1
         gv = gauss_newton(self.state.tangent, self.likelihood, self.batches, v, self.progress)
-        return gv + linalg.mv(self.prior.operator(), v)
+        return gv + linalg.mv(prior_precision(self.prior, self.state), v)
 
     def each(self, label: str) -> Any:
         """One pass over this rank's data."""
@@ -277,7 +277,7 @@ def _near(reader: Reader, seen: Probe, precision: Any, pulled: Tensor, budget: i
     structure = MatrixFree(preconditioner="nystrom", rank=rank, memory_budget=budget)
     state = accumulate(structure, reader.state.tangent, reader.likelihood, reader.batches, "exact", seen=seen)
     sketch = curvature(state.structure.companion(state), reader.likelihood)
-    near = linalg.shift(sketch, reader.prior.operator())
+    near = linalg.shift(sketch, prior_precision(reader.prior, reader.state))
     return near if away(near) < own else precision
 
 
@@ -378,7 +378,8 @@ def _solved(
         if not found.converged:
             image = reader.product(found.x)
             r = some - (image if more is None else image + more(found.x, torch.arange(len(some))))
-            value, gap = value + (r * found.x).sum(-1), (r * linalg.solve(reader.prior.operator(), r)).sum(-1)
+            a = prior_precision(reader.prior, reader.state)
+            value, gap = value + (r * found.x).sum(-1), (r * linalg.solve(a, r)).sum(-1)
         low.append(value)
         high.append(value + gap)
         worst, steps = max(worst, float(found.residual.max())), max(steps, found.steps)

@@ -1,8 +1,10 @@
 """The Laplace evidence of the tangent model, centered at v̄ (Eq. 5):
 
-    log Z = log p(D | v̄) − ½ ‖v̄ − m‖²_A − ½ [log|G + A| − log|A|]
+    log Z = log p(D | v̄) + log p(v̄) + (P/2) log 2π − ½ log|G + A|
+          = log p(D | v̄) − ½ ‖v̄ − m‖²_A − ½ [log|G + A| − log|A|]        for a Gaussian prior
 
-differentiable in every hyperparameter, and the effective dimension of each prior group (Eq. 7):
+A = A(v̄) the precision of the prior's local Gaussian (`priors/base.py`); differentiable in every hyperparameter. And the
+effective dimension of each prior group (Eq. 7):
 
     γ_g = tr_g[G (G + A)⁻¹] = P_g − ∂ log|G + A| / ∂ log λ_g
 """
@@ -20,14 +22,14 @@ from lapwing.center import Center
 from lapwing.curvature import Block, Diagonal, Full, LowRank, MatrixFree, State
 from lapwing.errors import InvalidValue
 from lapwing.operators import Streamed, linalg
-from lapwing.posterior import curvature
+from lapwing.posterior import curvature, prior_precision
 from lapwing.solvers import Estimate
 from lapwing.solvers.estimate import mean_of
 
 
 def log_det_ratio(state: State, prior: Any, likelihood: Any) -> Tensor:
     """log|G + A| − log|A|."""
-    a = prior.operator()
+    a = prior_precision(prior, state)
     return linalg.logdet(linalg.shift(curvature(state, likelihood), a)) - a.logdet()
 
 
@@ -47,7 +49,7 @@ class Evidence:
 
     log_evidence: Tensor
     fit: Tensor  # log p(D | v̄)
-    quadratic: Tensor  # ½ ‖v̄ − m‖²_A, the price of leaving the prior mean
+    quadratic: Tensor  # ½ ‖v̄ − m‖²_A, the price of leaving the prior mean; of other priors, `Prior.price`
     occam: Tensor  # ½ [log|G + A| − log|A|], that of how much the data shrink the posterior
     bound: str  # what the structure makes of the full curvature's evidence: BOUNDS
     estimate: Estimate | None = None  # log Z with its standard error, where the Occam term is an estimate
@@ -59,12 +61,17 @@ def decompose(state: State, prior: Any, likelihood: Any, center: Center | None =
     At the tangent MAP it is differentiable in the hyperparameters without a derivative of v*: v* maximizes
     fit − quadratic, and the Occam term does not depend on it (Eq. 21)."""
     fit = likelihood.log_likelihood(state.statistics if center is None else center.statistics)
-    quadratic = 0.5 * (prior.precision.reshape(-1) * scatter(state, prior, center)).sum()
-    a = prior.operator()
+    quadratic = _price(state, prior, center)
+    a = prior_precision(prior, state, None if center is None else center.vector)
     precision = linalg.shift(curvature(state, likelihood), a)
     occam = 0.5 * (linalg.logdet(precision) - a.logdet())
     found = fit - quadratic - occam
     return Evidence(found, fit, quadratic, occam, bound(state), _estimate(precision, found))
+
+
+def _price(state: State, prior: Any, center: Center | None) -> Tensor:
+    """½ log|A| − (P/2) log 2π − log p(v̄)."""
+    return prior.price(state.tangent.theta.to(torch.float64) if center is None else center.vector)
 
 
 def _estimate(precision: Any, found: Tensor) -> Estimate | None:
@@ -92,7 +99,7 @@ def partitioned(states: Sequence[State], prior: Any, likelihood: Any, center: Ce
     keys = states[0].statistics
     statistics = {key: torch.stack([state.statistics[key] for state in states]).sum(0) for key in keys}
     fit = likelihood.log_likelihood(statistics if center is None else center.statistics)
-    quadratic = 0.5 * (prior.precision.reshape(-1) * scatter(states[0], prior, center)).sum()
+    quadratic = _price(states[0], prior, center)
     occam = 0.5 * torch.stack([log_det_ratio(state, prior, likelihood) for state in states]).sum()
     kept = {bound(state) for state in states}
     label = BOUNDS["lower"] if kept <= {BOUNDS["exact"], BOUNDS["lower"]} else BOUNDS["neither"]
@@ -124,13 +131,12 @@ def bound(state: State) -> str:
 
 
 def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
-    """γ_g, how many directions of each prior group the data determine, (g,)."""
+    """γ_g, how many directions of each prior group the data determine, (g,): by log|G + A| as A_g is stretched."""
     with torch.enable_grad():
-        log_precision = prior.precision.detach().log().requires_grad_()
-        moving = prior.replace(precision=log_precision.exp())
-        logdet = linalg.logdet_slope(linalg.shift(curvature(state, likelihood), moving.operator()))
-        (slope,) = torch.autograd.grad(logdet, log_precision)
-    return prior.counts() - slope.reshape(-1)
+        stretch = torch.ones_like(prior.counts()).requires_grad_()
+        a = prior.stretched(state.tangent.theta.to(torch.float64), stretch)
+        (slope,) = torch.autograd.grad(linalg.logdet_slope(linalg.shift(curvature(state, likelihood), a)), stretch)
+    return prior.counts() - slope
 
 
 def noise_slope(state: State, prior: Any, likelihood: Any, name: str = "noise") -> Tensor:
@@ -138,10 +144,10 @@ def noise_slope(state: State, prior: Any, likelihood: Any, name: str = "noise") 
     with torch.enable_grad():
         moving = likelihood.hyperparameters[name].detach().clone().requires_grad_()
         found = curvature(state, likelihood.replace(**{name: moving}))
-        (slope,) = torch.autograd.grad(linalg.logdet_slope(linalg.shift(found, prior.operator())), moving)
+        (slope,) = torch.autograd.grad(linalg.logdet_slope(linalg.shift(found, prior_precision(prior, state))), moving)
     return slope
 
 
 def mean_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:
     """The mean of diag G over each prior group, in the prior's unit, (g,)."""
-    return (linalg.traces(curvature(state, likelihood), prior.operator()) / prior.counts()).detach()
+    return prior.mean_curvature(curvature(state, likelihood)).detach()

@@ -187,7 +187,7 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     prior = unpack_object(entries.take("prior", "dict"), "prior", held)
     state = _state(entries, held, layout, likelihood)
     with sound("its prior"):
-        groups = prior.bind(layout).precision.numel()
+        groups = len(prior.bind(layout).counts())
     samples, logdet = _samples(entries, held, state, layout, groups)
     tuning = entries.take("tuning", "dict | None")
     with sound("its tuning"):

@@ -11,14 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lapwing.api import Laplace, load
 from lapwing.curvature import State
 from lapwing.data import Joined
 from lapwing.errors import InvalidValue
 from lapwing.posterior import placed
-from lapwing.priors import Gaussian
 
 
 def merge(
@@ -79,15 +78,17 @@ def _check_objects(a: Laplace, b: Laplace, who: str) -> None:
 
 
 def _same_prior(a: Any, b: Any) -> bool:
-    kinds = [(type(p), p.per, p.names, getattr(p, "floor", 0.0)) for p in (a, b)]
-    means = [Gaussian.mean_vector(p) for p in (a, b)]  # that of a g-prior, before it holds weights in place
-    return kinds[0] == kinds[1] and torch.equal(a.precision, b.precision) and torch.equal(*means)
+    mine, theirs = a.facts(), b.facts()
+    same = type(a) is type(b) and a.kind == b.kind and a.names == b.names and mine.keys() == theirs.keys()
+    return same and all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
 
 def _described(prior: Any) -> str:
-    values = prior.precision.reshape(-1)
-    spread = f"{values[0]:.6g}" if len(values) == 1 else f"{values.min():.6g} to {values.max():.6g}"
-    return f"{type(prior).__name__} per {prior.per} with precision {spread}"
+    return f"{prior.kind} with " + ", ".join(f"{k} {_spread(v.reshape(-1))}" for k, v in prior.hyperparameters.items())
+
+
+def _spread(values: Tensor) -> str:
+    return f"{values[0]:.6g}" if len(values) == 1 else f"{values.min():.6g} to {values.max():.6g}"
 
 
 def _same_data(a: State, b: State) -> bool:

@@ -24,7 +24,7 @@ from lapwing.errors import BrokenFile, InvalidValue, LapwingError
 DEPTH = 64  # of a tree
 HOW = {
     "likelihood": "derive it from lw.likelihoods.Likelihood",
-    "prior": "derive it from lw.priors.Gaussian",
+    "prior": "derive it from lw.priors.Prior",
     "structure": "decorate its class with @lw.curvature.register, above @dataclass",
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapwing import given
 from lapwing.curvature import Part, State
-from lapwing.errors import LapwingWarning
+from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.operators import Streamed, linalg
 from lapwing.tree import Layout
 
@@ -71,13 +71,29 @@ def placed(prior: Any, state: State) -> Any:
     return out
 
 
+def prior_precision(prior: Any, state: State, center: Tensor | None = None) -> Any:
+    """A, that of the prior's local Gaussian at the trained weights, or at a center (p,)."""
+    a = prior.quadratic(state.tangent.theta.to(torch.float64) if center is None else center)[0]
+    if prior.gaussian:
+        return a
+    sound = torch.isfinite(a.dense()) & (a.dense() > 0)
+    if not bool(sound.all()):
+        first = next(name for name, s in state.layout.slices().items() if not bool(sound[s].all()))
+        raise InvalidValue(
+            f"{type(prior).__name__} has no finite, positive precision at {int((~sound).sum())} of "
+            f"{state.layout.size} weights, the first in {first}: a density with a peak at 0 has an infinite one for a "
+            "weight that is exactly 0; leave such weights out with subset=, or use a smooth prior"
+        )
+    return a
+
+
 def condition(
     state: State, prior: Any, likelihood: Any, center: Tensor | None = None, temperature: float = 1.0
 ) -> Gaussian:
     """The posterior of the tangent model, centered at the trained weights unless told otherwise; its covariance times
     the temperature."""
     mean = state.tangent.theta.to(torch.float64) if center is None else center
-    precision = linalg.shift(curvature(state, likelihood), prior.operator())
+    precision = linalg.shift(curvature(state, likelihood), prior_precision(prior, state, mean))
     if temperature != 1.0:
         precision = linalg.scale(precision, torch.tensor(1 / temperature, dtype=torch.float64, device=mean.device))
     return Gaussian(mean, precision, state.layout, state.parts)

@@ -21,6 +21,7 @@ from lapwing import curvature, given
 from lapwing.api import Laplace
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.operators import linalg
+from lapwing.posterior import prior_precision
 from lapwing.tangent.subset import compiled, masks_of, trainable
 from lapwing.tree import Layout
 
@@ -56,7 +57,7 @@ def largest_variance(source: Laplace | Swag, k: int | float) -> dict[str, Tensor
         raise InvalidValue(f"largest_variance reads a fit with structure='diag', got '{source.state.structure}'")
     layout, precision = source.state.layout, linalg.diagonal(source.posterior.precision)
     masks = _largest(1 / precision, k, layout)
-    dead = layout.unflatten(precision == source.prior.operator().dense())
+    dead = layout.unflatten(precision == prior_precision(source.prior, source.state).dense())
     count = sum(int((dead[n] & _selected(m, layout, n)).sum()) for n, m in masks.items())
     if count:
         warnings.warn(

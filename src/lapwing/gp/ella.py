@@ -63,6 +63,8 @@ def ella(
     budget, likelihood, batches = as_budget(memory_budget), as_likelihood(likelihood), loading.as_batches(data)
     tangent = as_tangent(model, batches, subset, forward)
     bound = as_prior(prior, tangent.layout, tangent.device)
+    if not isinstance(bound, Gaussian):
+        raise Unsupported(f"ella's features need a Gaussian prior, and {type(bound).__name__} is none; use a precision")
     if hasattr(bound, "at"):
         raise Unsupported("ella's prior cannot look at the curvature; use a precision or 'layerwise', not 'gprior'")
     seen = probe(tangent, batches, likelihood)
@@ -132,6 +134,8 @@ class Ella:
         if prior is None:
             return new
         bound = as_prior(prior, self.state.layout, self.tangent.device)
+        if not isinstance(bound, Gaussian):
+            raise Unsupported(f"ella needs a Gaussian prior, and {type(bound).__name__} is none; use a precision")
         if hasattr(bound, "at"):
             raise Unsupported("ella's prior cannot look at the curvature; use a precision or 'layerwise', not 'gprior'")
         ratio = bound.operator().dense() / self.prior.operator().dense()

@@ -38,6 +38,7 @@ class Likelihood:
     classes: ClassVar[bool] = False  # y is a class, and E[y|f] are probabilities
     normal: ClassVar[bool] = False  # y given f is Gaussian, N(mean(f), noise_covariance(f))
     elementwise: ClassVar[bool] = False  # y_j depends on f_j alone: its predictions are integrals over one dimension
+    deviation: ClassVar[str] = ""  # the hyperparameter that is a standard deviation σ of y, with curvature ∝ σ⁻²
     counts: ClassVar[bool] = False  # y are integers from 0 on, and so are their quantiles
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -259,6 +260,10 @@ class Likelihood:
     def limits(self, statistics: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """{name: (low, high, start)} of the coordinates, from sums at the trained weights."""
         self._fixed("limits")
+        return {}
+
+    def floors(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """{name: coordinate} below which predictions about the network's outputs would be too sure, from sums there."""
         return {}
 
     def wanted(self, statistics: dict[str, Tensor], slope: Tensor) -> dict[str, Tensor]:

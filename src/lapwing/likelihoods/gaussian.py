@@ -25,6 +25,7 @@ class Gaussian(Likelihood):
     response: ClassVar[str] = "identity"
     normal: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
+    deviation: ClassVar[str] = "noise"
     noise: Tensor | float = 1.0  # σ, () or (c,)
 
     def __post_init__(self) -> None:
@@ -117,6 +118,10 @@ class Gaussian(Likelihood):
         low, high = (scale * 1e-6).log(), (scale * 1e3).log()
         start = self.residual_noise(statistics).clamp(min=tiny).log().clamp(low + 1, high - 1)
         return {"noise": (low, high, start)}
+
+    def floors(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The residuals' σ: predictions keep the network's mean, and err by that."""
+        return {"noise": self.residual_noise(statistics).clamp(min=torch.finfo(torch.float64).tiny).log()}
 
     def wanted(self, statistics: dict[str, Tensor], slope: Tensor) -> dict[str, Tensor]:
         """σ² = SSE/(count − γ), γ = −½ ∂ log|G + A| / ∂ log σ: how many data the fit used up, as the noise sees it."""

@@ -163,10 +163,11 @@ for _name in (
         "normal",
         "elementwise",
         "counts",
+        "deviation",
     ),  # what it is
     *("inside", "sample", "mean", "variance", "noise_covariance", "cdf", "class_probs"),  # a target that counts as one
     *("factors", "columns", "curvature_weights", "log_likelihood"),
-    *("coordinates", "limits", "wanted", "output_variance"),  # what a search moves
+    *("coordinates", "limits", "floors", "wanted", "output_variance"),  # what a search moves
     *("noise", "sigma", "per_output", "residual_noise", "target_scale"),  # of a Gaussian
 ):
     setattr(Reweighted, _name, _of_base(_name))

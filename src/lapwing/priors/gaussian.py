@@ -1,92 +1,47 @@
-"""Gaussian prior θ ~ N(m, A⁻¹) with a diagonal precision A of any granularity.
+"""Gaussian prior θ ~ N(m, A⁻¹) with a diagonal precision A = diag(λ_g) of any granularity (`groups.py`).
 
-    per="all"     one precision for every weight (the default)
-    per="layer"   one for each module that owns parameters: its weight and bias share it
-    per="unit"    one for each slice along a parameter's first dimension; a module's equally long parameters share
-    per="weight"  one each
-    {glob: λ}     one for each pattern; every selected parameter matches exactly one
+    Gaussian(2.0)                     one precision for every weight
+    Gaussian(2.0, per="layer")        one for each group; a tensor (g,) gives each its own
+    Gaussian({"fc1.*": 1.0, "*": 2})  one for each pattern
 
-A prior is made loose (`Gaussian(2.0, per="layer")`) and *bound* to a network's layout, which fixes the groups.
+MacKay's fixed point: λ_g = γ_g / ‖θ_g − m_g‖²  (Eq. 7).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapwing import given, registry, tree
+from lapwing import given
 from lapwing.errors import InvalidValue
-from lapwing.operators import Diagonal
-from lapwing.tree import Layout, layer_of
+from lapwing.operators import Diagonal, linalg
+from lapwing.priors.base import Prior
+from lapwing.tree import Layout
 
-GRANULARITIES = ("all", "layer", "unit", "weight")
+G = TypeVar("G", bound="Gaussian")
+TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, eq=False)
-class Gaussian:
-    bound: ClassVar[tuple[str, ...]] = ("names", "index", "layout", "cache")  # by a network; not in files
+class Gaussian(Prior):
+    gaussian: ClassVar[bool] = True
     precision: Any = 1.0  # λ: a float, a tensor (), (g,), or a mapping {glob: float}
     per: Any = "all"
     mean: Any = 0.0  # m: a float, or {parameter: tensor}
-    names: tuple[str, ...] = ()  # of the groups, once bound; () for per='weight'
-    index: Tensor | None = None  # (p,) group of each weight, once bound; None: one group, or one each
-    layout: Layout | None = None
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False)  # of the groups: shared by every precision
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        registry.enter("prior", cls)
+    @classmethod
+    def _moving(cls) -> list[str]:
+        return ["precision"]  # other fields of a subclass are settings
 
-    def __post_init__(self) -> None:
-        if isinstance(self.precision, Mapping):
-            object.__setattr__(self, "per", tuple(self.precision))
-            values = [given.real(v, f"the prior precision of {pattern}") for pattern, v in self.precision.items()]
-            if not values:
-                raise InvalidValue("the prior's mapping of patterns is empty; give {glob: precision}")
-            object.__setattr__(self, "precision", torch.stack(values))
-        elif self.per not in GRANULARITIES and not isinstance(self.per, tuple):
-            raise InvalidValue(f"per must be one of {GRANULARITIES}, got {self.per!r}")
-        if isinstance(self.per, tuple) and not all(isinstance(pattern, str) for pattern in self.per):
-            raise InvalidValue(f"prior patterns are globs over parameter names, got {list(self.per)}")
-        value = given.real(self.precision, "a prior precision")
-        if not bool((torch.isfinite(value) & (value > 0)).all()):
-            raise InvalidValue(f"prior precision must be positive and finite, got {_short(value)}")
-        object.__setattr__(self, "precision", value)
-
-    # -- hyperparameters ------------------------------------------------------------------------------------------
-
-    @property
-    def hyperparameters(self) -> dict[str, Tensor]:
-        return {"precision": self.precision}
-
-    def replace(self, **hyperparameters: Any) -> Gaussian:
-        kept = self.cache if set(hyperparameters) <= {"precision"} else {}
-        return replace(self, **hyperparameters, cache=kept)
-
-    def named(self) -> dict[str, float]:
-        """The precision of each group, by name."""
-        layout = self._bound()
-        names = self.names or [f"{n}[{i}]" for n in layout.names for i in range(layout.numel(n))]
-        return dict(zip(names, self.precision.reshape(-1).tolist(), strict=True))
-
-    # -- binding --------------------------------------------------------------------------------------------------
-
-    def bind(self, layout: Layout, device: torch.device | None = None) -> Gaussian:
+    def bind(self: G, layout: Layout, device: torch.device | None = None) -> G:
         """Fix the groups for a network; a scalar precision is repeated for each group."""
-        names, index = _group(self.per, layout)
-        groups = len(names) or layout.size
-        value = self.precision.to(device)
-        if value.ndim == 0 and self.per != "all":
-            value = value.expand(groups)
-        if value.numel() != groups:
-            raise InvalidValue(f"{value.numel()} prior precisions for {groups} groups of per={self.per!r}")
-        index = None if index is None else index.to(device)
         self._check_mean(layout)
-        return replace(self, precision=value, names=names, index=index, layout=layout, cache={})
+        return super().bind(layout, device)
 
     def _check_mean(self, layout: Layout) -> None:
         if isinstance(self.mean, Mapping):
@@ -105,12 +60,7 @@ class Gaussian:
         if not bool(torch.isfinite(mean).all()):
             raise InvalidValue("the prior mean holds NaN or infinite values; give finite ones")
 
-    def _bound(self) -> Layout:
-        if self.layout is None:
-            raise InvalidValue("this prior is not bound to a network yet; use la.prior, or prior.bind(tangent.layout)")
-        return self.layout
-
-    # -- what the flow needs --------------------------------------------------------------------------------------
+    # -- the density ----------------------------------------------------------------------------------------------
 
     def operator(self) -> Diagonal:
         """A, the prior's precision."""
@@ -118,11 +68,7 @@ class Gaussian:
 
     def groups(self) -> Diagonal:
         """Which group each weight belongs to: a Diagonal of the groups' precisions λ_g alone."""
-        return self.operator()
-
-    def counts(self) -> Tensor:
-        """How many weights each group has, (g,)."""
-        return self.groups().counts().detach()
+        return Gaussian.operator(self)
 
     def mean_vector(self) -> Tensor:
         """m, (p,)."""
@@ -131,85 +77,71 @@ class Gaussian:
             return layout.flatten(self.mean).to(self.precision)
         return torch.full((layout.size,), float(self.mean), dtype=torch.float64, device=self.precision.device)
 
+    def quadratic(self, v: Tensor) -> tuple[Diagonal, Tensor]:
+        """A and A·m, the same at every v."""
+        a = self.operator()
+        return a, linalg.mv(a, self.mean_vector())
+
     def scatter(self, vector: Tensor) -> Tensor:
         """Σ_{i in g} (θ_i − m_i)² for each group, (g,): ‖θ − m‖²_A is Σ_g λ_g times it."""
         return self.groups().sums((vector.to(torch.float64) - self.mean_vector()).square())
 
-    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+    def price(self, v: Tensor) -> Tensor:
+        """½ ‖v − m‖²_A."""
+        return 0.5 * (self.precision.reshape(-1) * self.scatter(v)).sum()
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """log N(θ; m, A⁻¹)."""
         a = self.operator()
-        quadratic = (self.precision.reshape(-1) * self.scatter(self._bound().flatten(params))).sum()
-        return 0.5 * (a.logdet() - a.size * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64)) - quadratic)
+        return 0.5 * (a.logdet() - a.size * math.log(2 * math.pi)) - self.price(self.vector(weights))
+
+    def sample(self, n: int, generator: torch.Generator) -> Tensor:
+        return self.mean_vector() + linalg.draw(self.operator(), n, generator)
+
+    # -- what the search and the evidence ask -----------------------------------------------------------------------
+
+    def limits(self, curvature: Tensor, v: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """λ_g in [1e-6, 1e6] × mean(diag G_g); where there is no curvature, that of the others, or λ itself."""
+        typical = torch.stack([_somewhere(each, self.precision.detach().reshape(-1)) for each in curvature])
+        low, high = (typical.amin(0) * 1e-6).log(), (typical.amax(0) * 1e6).log()
+        # The evidence falls in λ beyond P/‖θ‖², whatever the curvature: start there (it scales with the weights).
+        guess = self.counts() / self.scatter(v).clamp(min=TINY)
+        return {"precision": (low, high, guess.log().clamp(low + 1, high - 1))}
+
+    def balanced(self, squares: Tensor, variance: float) -> dict[str, Tensor]:
+        """λ_g = Σ_{i in g} [JᵀJ]_ii / unit_i over the variance, A = λ_g unit_i."""
+        groups = self.groups()
+        unit = self.operator().dense().detach() / groups.dense().detach()
+        return {"precision": (groups.sums(squares / unit) / variance).clamp(min=TINY).log()}
+
+    def wanted(self, gamma: Tensor, square: Tensor) -> dict[str, Tensor]:
+        return {"precision": gamma.clamp(min=TINY).log() - square.clamp(min=TINY).log()}
+
+    def gap(self, gamma: Tensor, square: Tensor) -> dict[str, Tensor]:
+        """|γ_g − λ_g‖v_g − m_g‖²| / max(1, γ_g)."""
+        return {"precision": (gamma - self.precision.reshape(-1) * square).abs() / gamma.clamp(min=1)}
+
+    def scaled(self: G, c: float) -> G:
+        return self.replace(precision=self.precision.detach() * c)
+
+    def stretched(self, v: Tensor, s: Tensor) -> Diagonal:
+        a = self.operator()
+        return replace(a, values=a.values.detach() * s)
+
+    def mean_curvature(self, curvature: Any) -> Tensor:
+        return linalg.traces(curvature, self.operator()) / self.counts()
+
+    def ratio(self, curvature: Any, v: Tensor) -> Tensor:
+        relative, counts = self.mean_curvature(curvature) / self.precision.detach().reshape(-1), self.counts()
+        return (relative * counts).sum() / counts.sum()
+
+    def facts(self) -> dict[str, Tensor]:
+        return {**super().facts(), "mean": Gaussian.mean_vector(self)}  # before a g-prior holds weights in place
 
 
-registry.enter("prior", Gaussian)
-
-
-def _group(per: Any, layout: Layout) -> tuple[tuple[str, ...], Tensor | None]:
-    if per == "all":
-        return ("all",), None
-    if per == "layer":
-        layers = list(dict.fromkeys(layer_of(n) for n in layout.names))
-        number = {n: layers.index(layer_of(n)) for n in layout.names}
-        return tuple(_label(layer, layers) for layer in layers), (
-            None if len(layers) == 1 else _constant_index(number, layout)
-        )
-    if per == "weight":
-        return (), None  # named on request: they can be millions
-    if per == "unit":
-        return _units(layout)
-    meant = [tree.chosen(pattern, layout.names) for pattern in per]
-    number = {name: _match(name, per, meant) for name in layout.names}
-    unused = [pattern for i, pattern in enumerate(per) if i not in number.values()]
-    if unused:
-        raise InvalidValue(f"prior patterns {unused} match no selected parameter; they are {list(layout.names)}")
-    return tuple(per), None if len(per) == 1 else _constant_index(number, layout)
-
-
-def _constant_index(number: dict[str, int], layout: Layout) -> Tensor:
-    return torch.cat([torch.full((layout.numel(n),), number[n]) for n in layout.names])
-
-
-def _units(layout: Layout) -> tuple[tuple[str, ...], Tensor]:
-    names: list[str] = []
-    layers = [layer_of(name) for name in layout.names]
-    start: dict[tuple[str, int], int] = {}
-    full = {}
-    for name, shape in layout.shapes.items():
-        length = shape[0] if len(shape) else 1
-        layer = _label(layer_of(name), layers)
-        key = layer, length
-        if key not in start:
-            label = name if any(other == layer for other, _ in start) else layer  # a layer's other lengths
-            start[key] = len(names)
-            names += [f"{label}[{i}]" for i in range(length)]
-        unit = start[key] + torch.arange(length)
-        full[name] = unit.reshape(-1, *[1] * (len(shape) - 1)).expand(shape) if len(shape) else unit.reshape(())
-    index = layout.gather(full)
-    used, index = index.unique(return_inverse=True)  # a mask may leave units without a weight
-    return tuple(names[i] for i in used.tolist()), index
-
-
-def _label(layer: str, layers: list[str]) -> str:
-    """What a layer's group is called: "(root)" for the parameters of the model itself, unless a layer has that name."""
-    if layer:
-        return layer
-    label = "(root)"
-    while label in layers:
-        label = f"({label})"
-    return label
-
-
-def _match(name: str, patterns: tuple[str, ...], meant: list[list[str]]) -> int:
-    hits = [i for i, names in enumerate(meant) if name in names]
-    if len(hits) != 1:
-        found = [patterns[i] for i in hits] or "none"
-        raise InvalidValue(
-            f"parameter {name} must match exactly one prior pattern, matches {found}; patterns are globs over "
-            f"named_parameters() names: {list(patterns)}"
-        )
-    return hits[0]
-
-
-def _short(value: Tensor) -> str:
-    return str(value.tolist()) if value.numel() <= 8 else f"{value.numel()} values, least {float(value.min())}"
+def _somewhere(typical: Tensor, otherwise: Tensor) -> Tensor:
+    """mean(diag G_g), for a group without curvature the largest of the others', and where there is none at all the
+    precision that was given."""
+    if not bool((typical > 0).any()):
+        typical = otherwise.expand(typical.shape)
+    return torch.where(typical > 0, typical, typical.max()).clamp(min=TINY**0.5)

@@ -18,6 +18,7 @@ so nothing changes under J → J·diag(c) (units of an input, a ReLU layer scale
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ class GPrior(Gaussian):
     """`precision` is λ; `per` and `mean` as in Gaussian. Bound to a network by `bind`, to its curvature by `at`."""
 
     bound: ClassVar[tuple[str, ...]] = (*Gaussian.bound, "held")
+    settings: ClassVar[tuple[str, ...]] = (*Gaussian.settings, "floor")
     floor: float = 0.0
     unit: Tensor | None = None  # h (p,), once at a curvature; huge where dropped
     dropped: Tensor | None = None  # (p,) of bool
@@ -82,9 +84,6 @@ class GPrior(Gaussian):
         unit, _ = self._placed()
         return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, unit, self.cache)
 
-    def groups(self) -> Diagonal:
-        return super().operator()
-
     def mean_vector(self) -> Tensor:
         """m, (p,); a dropped weight's is its trained value."""
         mean = super().mean_vector()
@@ -98,11 +97,10 @@ class GPrior(Gaussian):
         square = (vector.to(torch.float64) - self.mean_vector()).square()
         return self.groups().sums(torch.where(dropped, 0.0, unit * square))
 
-    def log_prob(self, params: Any) -> Tensor:
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """log N(θ; m, A⁻¹) of the weights that are not dropped."""
-        live = ~self._placed()[1]
-        quadratic = (self.precision.reshape(-1) * self.scatter(self._bound().flatten(params))).sum()
-        return 0.5 * ((self.operator().dense()[live] / (2 * math.pi)).log().sum() - quadratic)
+        live = (~self._placed()[1]).to(torch.float64)
+        return 0.5 * (live * (self.operator().dense() / (2 * math.pi)).log()).sum() - self.price(self.vector(weights))
 
 
 def second_moments(op: Any, layout: Layout, floor: float, eps: float) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,10 @@
 
 A precision can run away where the data say nothing, and a noise go to zero where they are fitted exactly; so
 
-    λ_g in [1e-6, 1e6] × mean(diag G_g),      σ in [1e-6, 1e3] × standard deviation of the targets.
+    λ_g in [1e-6, 1e6] × mean(diag G_g),      σ in [1e-6, 1e3] × standard deviation of the targets
 
-G_g is taken at the noise that was given and, where the noise moves too, at that of the residuals: the wider bound.
+Priors and likelihoods say such bounds of each hyperparameter that they have (`limits`). G_g is taken at the noise that
+was given and, where the noise moves too, at that of the residuals: the wider bound.
 A search that ends at a bound stops there, warns once, and says so in `at_bound`.
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lapwing.curvature import State
 from lapwing.errors import InvalidValue, LapwingWarning
-from lapwing.evidence import mean_curvature, scatter
+from lapwing.evidence import mean_curvature
 
 EDGE = 1e-3  # nats from a bound that count as at it
 
@@ -69,7 +70,11 @@ class Box:
 
 
 def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Box:
+    """What prior and likelihood say of where their hyperparameters may go, but for the fixed."""
     known = {**prior.hyperparameters, **likelihood.hyperparameters}
+    shared = prior.hyperparameters.keys() & likelihood.hyperparameters.keys()
+    if shared:
+        raise InvalidValue(f"prior and likelihood both call a hyperparameter {sorted(shared)}; rename the prior's")
     unknown = [name for name in fixed if name not in known]
     if unknown:
         raise InvalidValue(f"fixed={unknown} names no hyperparameter; they are {list(known)}")
@@ -81,30 +86,18 @@ def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Bo
         if name not in fixed:
             low[name], high[name], start[name] = limits
             noises.append(likelihood.moved({name: start[name]}))
-    if "precision" not in fixed:
-        typical = torch.stack([_typical_curvature(state, prior, noise) for noise in noises])
-        low["precision"], high["precision"] = (typical.amin(0) * 1e-6).log(), (typical.amax(0) * 1e6).log()
-        # The evidence falls in λ beyond P/‖θ‖², whatever the curvature: start there (it scales with the weights).
-        guess = prior.counts() / scatter(state, prior).clamp(min=torch.finfo(torch.float64).tiny)
-        start["precision"] = guess.log().clamp(low["precision"] + 1, high["precision"] - 1)
-    return Box(low, high, start, {"precision": prior.names})
-
-
-def _typical_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:
-    """mean(diag G_g), for a group without curvature the largest of the others', and where there is none at all the
-    precision that was given."""
-    typical = mean_curvature(state, prior, likelihood)
-    if not bool((typical > 0).any()):
-        typical = prior.precision.detach().reshape(-1).expand(typical.shape)
-    return torch.where(typical > 0, typical, typical.max()).clamp(min=torch.finfo(torch.float64).tiny ** 0.5)
+    if not all(name in fixed for name in prior.hyperparameters):
+        curved = torch.stack([mean_curvature(state, prior, noise) for noise in noises])
+        for name, limits in prior.limits(curved, state.tangent.theta.to(torch.float64)).items():
+            if name not in fixed:
+                low[name], high[name], start[name] = limits
+    return Box(low, high, start, prior.labels())
 
 
 def at_values(prior: Any, likelihood: Any, log_values: dict[str, Tensor]) -> tuple[Any, Any]:
     """The prior and likelihood with these hyperparameters."""
-    if "precision" in log_values:
-        prior = prior.replace(precision=log_values["precision"].exp().reshape(prior.precision.shape))
-    own = {name: log_values[name] for name in likelihood.hyperparameters if name in log_values}
-    return prior, likelihood.moved(own) if own else likelihood
+    parts = [{k: log_values[k] for k in one.hyperparameters if k in log_values} for one in (prior, likelihood)]
+    return prior.moved(parts[0]) if parts[0] else prior, likelihood.moved(parts[1]) if parts[1] else likelihood
 
 
 def warn_bound(at_bound: tuple[str, ...]) -> None:

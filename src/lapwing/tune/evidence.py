@@ -86,15 +86,15 @@ def _approached(bounds: Box, state: State, prior: Any, likelihood: Any) -> tuple
 
     r(x) = log γ(eˣ) − log ‖θ‖² − x falls by 1 to 2 for a step of 1 in x, since −γ ≤ dγ/dx ≤ 0: from P/‖θ‖², which is
     above the root, secants with slopes within those bounds come to it. While the noise moves, one step is enough."""
-    if "precision" not in bounds.start:
+    name = next((name for name in prior.hyperparameters if name in bounds.start), None)
+    if name is None or not prior.gaussian:
         return bounds, 0
-    x, tiny = bounds.start["precision"], torch.finfo(torch.float64).tiny
-    low, high = bounds.low["precision"], bounds.high["precision"]
-    square = scatter(state, prior).clamp(min=tiny).log()
+    x, low, high = bounds.start[name], bounds.low[name], bounds.high[name]
+    square = scatter(state, prior)
 
     def gap(x: Tensor) -> Tensor:
-        values = {**bounds.start, "precision": x}
-        return effective_dimension(state, *at_values(prior, likelihood, values)).clamp(min=tiny).log() - square - x
+        now = at_values(prior, likelihood, {**bounds.start, name: x})
+        return now[0].wanted(effective_dimension(state, *now), square)[name] - x
 
     r, slope, steps, settled = gap(x), torch.full_like(x, -2.0), 1, False
     while len(bounds.start) == 1 and steps < SECANTS and not settled:
@@ -105,7 +105,7 @@ def _approached(bounds: Box, state: State, prior: Any, likelihood: Any) -> tuple
         settled = bool(((new.abs() < CLOSE) | (moved == x)).all())
         x, r, steps = moved, new, steps + 1
     start = x if settled else (x - r / slope).clamp(low + 1, high - 1)  # away from bounds, where the search is slow
-    return replace(bounds, start={**bounds.start, "precision": start}), steps
+    return replace(bounds, start={**bounds.start, name: start}), steps
 
 
 def _log_evidence(state: State, prior: Any, likelihood: Any, tracker: Tracker | None) -> Tensor:

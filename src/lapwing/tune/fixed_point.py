@@ -94,7 +94,7 @@ class _Loop:
         wanted = _targets(self.state, gamma, square, values, *now, center)
         wanted = {k: v.clamp(bounds.low[k], bounds.high[k]) for k, v in wanted.items()}
         _check_finite(wanted)
-        return wanted, _gap(gamma, square, values, wanted)
+        return wanted, _gap(now[0].gap(gamma, square), values, wanted)
 
 
 def precision(gap: float, tolerance: float) -> float:
@@ -166,10 +166,7 @@ def _targets(
     likelihood: Any,
     center: Center | None,
 ) -> dict[str, Tensor]:
-    tiny = torch.finfo(torch.float64).tiny
-    out = {}
-    if "precision" in values:
-        out["precision"] = (gamma.clamp(min=tiny) / square.clamp(min=tiny)).log()
+    out = {name: value for name, value in prior.wanted(gamma, square).items() if name in values}
     for name in likelihood.hyperparameters:
         if name in values:
             slope = noise_slope(state, prior, likelihood, name)
@@ -206,15 +203,15 @@ class Stride:
         return torch.where(slope < 0, -1 / slope, 2 * pace).nan_to_num(nan=1.0).clamp(SLOWEST, self.most)
 
 
-def _gap(gamma: Tensor, square: Tensor, values: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """How far the hyperparameters are from their targets: |γ_g − λ_g‖v̄_g‖²| / max(1, γ_g), and |Δ log σ|."""
+def _gap(of_prior: dict[str, Tensor], values: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """How far the hyperparameters are from their targets: as the prior says, |γ_g − λ_g‖v̄_g‖²| / max(1, γ_g), where it
+    is not at its target (a bound, maybe); and |Δ log σ|."""
     gaps = [torch.zeros(1, dtype=torch.float64)]
-    if "precision" in values:
-        gap = (gamma - values["precision"].exp() * square).abs() / gamma.clamp(min=1)
-        at_target = (wanted["precision"] - values["precision"]).abs() < 1e-12
-        gaps.append(torch.where(at_target, 0.0, gap).reshape(-1))
-    gaps += [(wanted[key] - now).abs().reshape(-1) for key, now in values.items() if key != "precision"]
-    return float(torch.cat([gap.cpu() for gap in gaps]).max())
+    for key, now in values.items():
+        gap = (wanted[key] - now).abs()
+        gap = torch.where(gap < 1e-12, 0.0, of_prior[key]) if key in of_prior else gap
+        gaps.append(gap.reshape(-1).cpu())
+    return float(torch.cat(gaps).max())
 
 
 def _check_finite(wanted: dict[str, Tensor]) -> None:

@@ -40,6 +40,13 @@ def summary(name: str, values: Tensor, labels: tuple[str, ...] = ()) -> dict[str
     return {f"{name} ({place})": float(ordered[i]) for place, i in places.items()}
 
 
+def summaries(prior: Any, likelihood: Any) -> dict[str, float]:
+    """Those of all hyperparameters of a prior and a likelihood."""
+    of_prior = [summary(name, value, prior.labels()[name]) for name, value in prior.hyperparameters.items()]
+    of_noise = [summary(name, value) for name, value in likelihood.hyperparameters.items()]
+    return {key: value for part in (*of_prior, *of_noise) for key, value in part.items()}
+
+
 @dataclass(frozen=True)
 class History:
     records: tuple[Record, ...] = ()

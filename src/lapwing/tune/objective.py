@@ -99,6 +99,11 @@ def begin(
             "the g-prior follows the curvature, so it is no penalty to train under; use a precision, 'layerwise' or "
             "lw.priors.Gaussian, and the g-prior with lw.laplace once training is over"
         )
+    if not bound.gaussian:
+        raise Unsupported(
+            f"training under the evidence needs a Gaussian prior, and {type(bound).__name__} is none; train on "
+            "-prior.log_prob(weights) of your own, then fit with lw.laplace and tune there"
+        )
     unknown = [name for name in fixed if name not in {**bound.hyperparameters, **known.hyperparameters}]
     if unknown:
         names = [*bound.hyperparameters, *known.hyperparameters]

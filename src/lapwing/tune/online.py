@@ -38,7 +38,7 @@ from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
 from lapwing.evidence import effective_dimension, log_evidence, scatter
 from lapwing.operators import Blocks, Diagonal, linalg
 from lapwing.tune.bounds import Box, at_values, box
-from lapwing.tune.history import History, Record, summary
+from lapwing.tune.history import History, Record, summaries, summary
 from lapwing.tune.objective import Objective, begin
 from lapwing.tune.surrogate import ascend, surrogate
 
@@ -161,11 +161,7 @@ class OnlineEvidence:
             log_likelihood=float(likelihood.log_likelihood(la.state.statistics)),
             effective_dimension=float(effective_dimension(la.state, prior, likelihood).sum()),
             train_loss=loss,
-            hyperparameters={
-                **summary("precision", prior.precision, prior.names),
-                **{k: v for name, t in likelihood.hyperparameters.items() for k, v in summary(name, t).items()},
-                **self._network(),
-            },
+            hyperparameters={**summaries(prior, likelihood), **self._network()},
             at_bound=len(at_bound),
         )
         if self.best is None or value > self.best.log_evidence:
@@ -229,7 +225,8 @@ class OnlineEvidence:
         prior, likelihood = self._with(state)
         best = None
         if state["best"] is not None:
-            saved = {k: v for k, v in state["best"].items() if k not in ("precision", "likelihood_values")}
+            hyper = (*self.prior.hyperparameters, "likelihood_values")
+            saved = {k: v for k, v in state["best"].items() if k not in hyper}
             best_prior, best_likelihood = self._with(state["best"])
             best = Checkpoint(
                 **{**saved, "state_dict": copy.deepcopy(saved["state_dict"])},
@@ -265,7 +262,7 @@ class OnlineEvidence:
 
     def _network(self) -> dict[str, float]:
         """The network's hyperparameters, apart from those of prior and likelihood, whatever they are called."""
-        taken = {"precision", *self.likelihood.hyperparameters}
+        taken = {*self.prior.hyperparameters, *self.likelihood.hyperparameters}
         found = {f"model.{n}" if n in taken else n: self.model.get_parameter(n) for n in self.names}
         return {k: v for name, t in found.items() for k, v in summary(name, t).items()}
 
@@ -303,15 +300,17 @@ class OnlineEvidence:
             self.prior, self.likelihood = prior, likelihood
 
     def _with(self, state: dict[str, Any]) -> tuple[Any, Any]:
-        precision, values = state["precision"], state["likelihood_values"]
-        if precision.shape != self.prior.precision.shape or values.keys() != self.likelihood.hyperparameters.keys():
-            raise InvalidValue(
-                f"the state has {precision.numel()} prior precisions and {list(values)}, this object "
-                f"{self.prior.precision.numel()} and {list(self.likelihood.hyperparameters)}; make it alike"
-            )
-        device = self.prior.precision.device
+        own, values = self.prior.hyperparameters, state["likelihood_values"]
+        found = {name: state[name] for name in own}
+        for name, value in own.items():
+            if found[name].shape != value.shape or values.keys() != self.likelihood.hyperparameters.keys():
+                raise InvalidValue(
+                    f"the state has {found[name].numel()} prior {name}s and {list(values)}, this object "
+                    f"{value.numel()} and {list(self.likelihood.hyperparameters)}; make it alike"
+                )
+        device = next(iter(own.values())).device
         likelihood = self.likelihood.replace(**{k: v.to(device) for k, v in values.items()})
-        return self.prior.replace(precision=precision.to(device)), likelihood
+        return self.prior.replace(**{k: v.to(device) for k, v in found.items()}), likelihood
 
     def _warn(self, at_bound: tuple[str, ...]) -> None:
         if at_bound and not self._warned:
@@ -329,7 +328,7 @@ def climb(
     state: State, prior: Any, likelihood: Any, bounds: Box, steps: int, lr: float
 ) -> tuple[Any, Any, tuple[str, ...]]:
     """Adam on log hyperparameters from where they are, projected on their bounds, with the curvature fixed."""
-    now = {"precision": prior.precision.detach().log(), **likelihood.coordinates()}
+    now = {**prior.coordinates(), **likelihood.coordinates()}
     values = {
         key: now[key].reshape(start.shape).clamp(bounds.low[key], bounds.high[key]).requires_grad_()
         for key, start in bounds.start.items()
@@ -403,6 +402,6 @@ def _detached(model: nn.Module) -> dict[str, Any]:
 
 def _values(prior: Any, likelihood: Any) -> dict[str, Any]:
     return {
-        "precision": prior.precision.clone(),
+        **{k: v.clone() for k, v in prior.hyperparameters.items()},
         "likelihood_values": {k: v.clone() for k, v in likelihood.hyperparameters.items()},
     }

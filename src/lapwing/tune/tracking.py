@@ -107,19 +107,15 @@ class Tracker:
 
     def started(self, bounds: Box, prior: Any, likelihood: Any) -> Box:
         """The bounds with the precisions' start at tr(K_g)/(N·C s²), and the noise's floor."""
-        if self.mean == "network" and "noise" in bounds.start:
-            residual = likelihood.residual_noise(self.state.statistics).clamp(min=torch.finfo(torch.float64).tiny)
-            floor = torch.maximum(bounds.low["noise"], residual.log().to(bounds.low["noise"]))
-            low = {**bounds.low, "noise": floor}
-            start = {**bounds.start, "noise": torch.maximum(bounds.start["noise"], floor + EDGE)}
-            bounds = replace(bounds, low=low, start=start, floors=("noise",))
-        if "precision" not in bounds.start:
-            return bounds
-        groups = prior.groups()
-        unit = prior.operator().dense().detach() / groups.dense().detach()  # A at λ = 1
-        squares = self.jacobian.column_squares() / unit
-        spread = likelihood.output_variance(self.state.statistics)
-        trace = groups.sums(squares) / (sum(self.jacobian.counts) * spread)
-        within = bounds.low["precision"] + 1, bounds.high["precision"] - 1
-        begin = trace.clamp(min=torch.finfo(torch.float64).tiny).log().clamp(*within)
-        return replace(bounds, start={**bounds.start, "precision": begin})
+        low, start, floors = dict(bounds.low), dict(bounds.start), []
+        for name, least in likelihood.floors(self.state.statistics).items() if self.mean == "network" else ():
+            if name in start:
+                low[name] = torch.maximum(low[name], least.to(low[name]))
+                start[name] = torch.maximum(start[name], low[name] + EDGE)
+                floors.append(name)
+        if any(name in start for name in prior.hyperparameters):
+            variance = sum(self.jacobian.counts) * likelihood.output_variance(self.state.statistics)
+            for name, value in prior.balanced(self.jacobian.column_squares(), variance).items():
+                if name in start:
+                    start[name] = value.clamp(low[name] + 1, bounds.high[name] - 1)
+        return replace(bounds, low=low, start=start, floors=tuple(floors))

@@ -23,7 +23,7 @@ from lapwing.data import as_batches
 from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
 from lapwing.evidence import effective_dimension, log_evidence, noise_slope, scatter
 from lapwing.tune.bounds import Box, at_values, box
-from lapwing.tune.history import History, Record, summary
+from lapwing.tune.history import History, Record, summaries
 from lapwing.tune.objective import Objective, begin
 
 if TYPE_CHECKING:
@@ -99,19 +99,21 @@ def _moved(objective: Objective, log_values: dict[str, Tensor]) -> Objective:
 
 def _update(state: State, prior: Any, likelihood: Any, bounds: Box, tolerance: float) -> tuple[dict[str, Tensor], bool]:
     """log γ_g/‖θ_g‖² and the noise's, inside their bounds; and whether they stand still."""
-    tiny, settled = torch.finfo(torch.float64).tiny, True
     wanted: dict[str, Tensor] = {}
+    settled, at = True, {**prior.coordinates(), **likelihood.coordinates()}
     with torch.inference_mode(False):
-        if "precision" in bounds.start:
-            gamma, square = effective_dimension(state, prior, likelihood), scatter(state, prior)
-            wanted["precision"] = (gamma.clamp(min=tiny) / square.clamp(min=tiny)).log()
-            gap = (gamma - prior.precision.reshape(-1) * square).abs() > tolerance * gamma.clamp(min=1)
-            settled &= not bool((gap & _moves(prior.precision.log(), wanted, "precision", bounds)).any())
-        for name, now in likelihood.coordinates().items():
+        if any(name in bounds.start for name in prior.hyperparameters):
+            found = effective_dimension(state, prior, likelihood), scatter(state, prior)
+            wanted |= {name: value for name, value in prior.wanted(*found).items() if name in bounds.start}
+            for name, gap in prior.gap(*found).items():
+                settled &= name not in wanted or not bool(
+                    ((gap > tolerance) & _moves(at[name], wanted, name, bounds)).any()
+                )
+        for name in likelihood.hyperparameters:
             if name in bounds.start:
                 wanted |= likelihood.wanted(state.statistics, noise_slope(state, prior, likelihood, name))
-                far = (wanted[name] - now).abs() > tolerance
-                settled &= not bool((far & _moves(now, wanted, name, bounds)).any())
+                far = (wanted[name] - at[name]).abs() > tolerance
+                settled &= not bool((far & _moves(at[name], wanted, name, bounds)).any())
     for key, value in wanted.items():
         if not bool(torch.isfinite(value).all()):
             raise NotConverged(f"MacKay's update of {key} is not finite; check the weights and the curvature")
@@ -129,16 +131,13 @@ def _record(number: int, state: State, objective: Objective, at_bound: tuple[str
     prior, likelihood = objective.prior, objective.likelihood
     with torch.no_grad():
         value, fit = log_evidence(state, prior, likelihood), likelihood.log_likelihood(state.statistics)
-        quadratic = (prior.precision.reshape(-1) * scatter(state, prior)).sum()
-    noise = [summary(name, value) for name, value in likelihood.hyperparameters.items()]
+        quadratic = prior.price(state.tangent.theta)
     return Record(
         epoch=number,
         log_evidence=float(value),
         log_likelihood=float(fit),
         effective_dimension=float(effective_dimension(state, prior, likelihood).sum()),
-        train_loss=float(0.5 * quadratic - fit) / state.n,
-        hyperparameters={
-            k: v for part in (summary("precision", prior.precision, prior.names), *noise) for k, v in part.items()
-        },
+        train_loss=float(quadratic - fit) / state.n,
+        hyperparameters=summaries(prior, likelihood),
         at_bound=len(at_bound),
     )

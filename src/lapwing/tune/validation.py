@@ -27,9 +27,8 @@ import torch
 from lapwing.curvature import BUDGET, State
 from lapwing.data import passes, ranks_of
 from lapwing.errors import InvalidValue, NotConverged
-from lapwing.evidence import mean_curvature
 from lapwing.operators import Streamed
-from lapwing.posterior import condition
+from lapwing.posterior import condition, curvature
 from lapwing.predictive import Prediction, predict
 from lapwing.tune.bounds import EDGE, Tuning, warn_bound
 
@@ -56,17 +55,19 @@ def validation(
     memory_budget: int = BUDGET,
 ) -> tuple[Any, Any, float, Tuning]:
     """The prior, likelihood and temperature that held-out data pick; `trace`: their mean log-likelihood, best yet."""
-    other = "noise" if "noise" in likelihood.hyperparameters else "temperature"
-    _check_fixed(fixed, ("precision", other))
-    power = 2 if other == "noise" and state.factor.kind == "empirical" else 1
-    tied = other == "noise" and "precision" in fixed  # λ stays, so c moves with t
-    bounds_c, bounds_t = _bounds(state, prior, likelihood, other)
-    start = 0.0 if other == "noise" else math.log(temperature)
+    noise, own = likelihood.deviation, tuple(prior.hyperparameters)
+    other = noise or "temperature"
+    _check_fixed(fixed, (*own, other))
+    held = any(name in fixed for name in own)
+    power = 2 if noise and state.factor.kind == "empirical" else 1
+    tied = bool(noise) and held  # λ stays, so c moves with t
+    bounds_c, bounds_t = _bounds(state, prior, likelihood)
+    start = 0.0 if noise else math.log(temperature)
     evaluations: list[Best] = []
 
     def at(log_c: float) -> Best:
         """The best t for a c."""
-        scored = _held_out(state, prior, likelihood, batches, log_c, other, power, memory_budget)
+        scored = _held_out(state, prior, likelihood, batches, log_c, power, memory_budget)
         if tied:
             found = Best(scored(log_c / power), log_c, log_c / power)
         elif other in fixed:
@@ -77,22 +78,20 @@ def validation(
         evaluations.append(found)
         return found
 
-    if "precision" in fixed and not tied:
+    if held and not tied:
         at(0.0)
     else:
         low, high = (power * b for b in bounds_t) if tied else bounds_c
         search(lambda log_c: at(log_c).value, low, high, 0.0)
     best = min(evaluations, key=lambda one: one.value)
-    at_bound = _at_bound(best, bounds_c, bounds_t, fixed, other)
+    at_bound = _at_bound(best, bounds_c, bounds_t, () if held else own, () if other in fixed else (other,))
     warn_bound(at_bound)
     trace = [-min(one.value for one in evaluations[: i + 1]) for i in range(len(evaluations))]
     tuning = Tuning("validation", "", tuple(trace), len(trace), True, at_bound, fixed, passes=len(trace))
     factor, t = math.exp(best.log_c), math.exp(best.log_t)
-    if other == "temperature":
-        return prior.replace(precision=prior.precision.detach() * factor), likelihood, t, tuning
-    noise = likelihood.noise.detach() * math.sqrt(t)
-    precision = prior.precision.detach() * factor / t**power
-    return prior.replace(precision=precision), likelihood.replace(noise=noise), 1.0, tuning
+    if not noise:
+        return prior.scaled(factor), likelihood, t, tuning
+    return prior.scaled(factor / t**power), _with_noise(likelihood, t), 1.0, tuning
 
 
 def search(function: Callable[[float], float], low: float, high: float, start: float) -> tuple[float, float]:
@@ -119,12 +118,12 @@ def search(function: Callable[[float], float], low: float, high: float, start: f
 
 
 def _held_out(
-    state: State, prior: Any, likelihood: Any, batches: Iterable[Any], log_c: float, other: str, power: int, budget: int
+    state: State, prior: Any, likelihood: Any, batches: Iterable[Any], log_c: float, power: int, budget: int
 ) -> Callable[[float], float]:
     """log t -> mean held-out −log p under the posterior of one c, whose predictions are made here, once."""
     ranks = ranks_of(batches)
     with torch.no_grad():
-        posterior = condition(state, prior.replace(precision=prior.precision.detach() * math.exp(log_c)), likelihood)
+        posterior = condition(state, prior.scaled(math.exp(log_c)), likelihood)
         if isinstance(posterior.precision, Streamed):  # a solve of all ranks; then each predicts its own held-out data
             posterior = replace(posterior, precision=posterior.precision.gathered())
         with ranks.sharing_errors("predicting the held-out data"):
@@ -135,7 +134,7 @@ def _held_out(
 
     def scored(log_t: float) -> float:
         t = math.exp(log_t)
-        used = likelihood.replace(noise=likelihood.noise.detach() * math.sqrt(t)) if other == "noise" else likelihood
+        used = _with_noise(likelihood, t)
         each = [_spread(pred, t**power, used.plain).log_prob(y).reshape(-1).double() for pred, y in made]
         sums = torch.tensor([[float(one.sum()), len(one)] for one in each], dtype=torch.float64).reshape(-1, 2).sum(0)
         fit, count = ranks.total([sums], "the held-out log-likelihood")[0].tolist()
@@ -143,11 +142,19 @@ def _held_out(
         if not math.isfinite(value):
             raise NotConverged(
                 f"the held-out log-likelihood is {-value} at {math.exp(log_c):.3g} times the prior precision and a "
-                f"{other} factor {t:.3g}; check the held-out targets"
+                f"{likelihood.deviation or 'temperature'} factor {t:.3g}; check the held-out targets"
             )
         return value
 
     return scored
+
+
+def _with_noise(likelihood: Any, t: float) -> Any:
+    """The likelihood with its variance times t, if it has a noise."""
+    name = likelihood.deviation
+    return (
+        likelihood.replace(**{name: likelihood.hyperparameters[name].detach() * math.sqrt(t)}) if name else likelihood
+    )
 
 
 def _spread(pred: Prediction, t: float, likelihood: Any) -> Prediction:
@@ -156,20 +163,20 @@ def _spread(pred: Prediction, t: float, likelihood: Any) -> Prediction:
     return replace(pred, likelihood=likelihood, cov=None if pred.cov is None else t * pred.cov, outputs=outputs)
 
 
-def _bounds(state: State, prior: Any, likelihood: Any, other: str) -> tuple[tuple[float, float], tuple[float, float]]:
+def _bounds(state: State, prior: Any, likelihood: Any) -> tuple[tuple[float, float], tuple[float, float]]:
     """Of log c and of log t."""
     with torch.no_grad():
-        curved = mean_curvature(state, prior, likelihood) / prior.precision.detach().reshape(-1)
-        ratio = float((curved * prior.counts()).sum() / prior.counts().sum())  # tr(A⁻¹G)/P
+        ratio = float(prior.ratio(curvature(state, likelihood), state.tangent.theta.to(torch.float64)))  # tr(A⁻¹G)/P
     middle = math.log(ratio) if ratio > 0 else 0.0
     of_c = middle - 6 * SPACING, middle + 6 * SPACING
-    if other == "temperature":
+    if not likelihood.deviation:
         return of_c, (math.log(TEMPERATURES[0]), math.log(TEMPERATURES[1]))
-    relative = (likelihood.target_scale(state.statistics) / likelihood.noise.detach()).log()
+    noise = likelihood.hyperparameters[likelihood.deviation].detach()
+    relative = (likelihood.target_scale(state.statistics) / noise).log()
     return of_c, (2 * float(relative.max()) + 2 * math.log(1e-6), 2 * float(relative.min()) + 2 * math.log(1e3))
 
 
-def _check_fixed(fixed: tuple[str, ...], known: tuple[str, str]) -> None:
+def _check_fixed(fixed: tuple[str, ...], known: tuple[str, ...]) -> None:
     unknown = [name for name in fixed if name not in known]
     if unknown:
         raise InvalidValue(f"fixed={unknown} names nothing that validation moves; it moves {list(known)}")
@@ -178,12 +185,13 @@ def _check_fixed(fixed: tuple[str, ...], known: tuple[str, str]) -> None:
 
 
 def _at_bound(
-    best: Best, bounds_c: tuple[float, float], bounds_t: tuple[float, float], fixed: tuple[str, ...], other: str
+    best: Best,
+    bounds_c: tuple[float, float],
+    bounds_t: tuple[float, float],
+    by_c: tuple[str, ...],
+    by_t: tuple[str, ...],
 ) -> tuple[str, ...]:
+    """Of the hyperparameters that c moves and of those that t does."""
     near = TOLERANCE + EDGE
-    found = []
-    if "precision" not in fixed and min(best.log_c - bounds_c[0], bounds_c[1] - best.log_c) < near:
-        found.append("precision")
-    if other not in fixed and min(best.log_t - bounds_t[0], bounds_t[1] - best.log_t) < near:
-        found.append(other)
-    return tuple(found)
+    found = by_c if min(best.log_c - bounds_c[0], bounds_c[1] - best.log_c) < near else ()
+    return found + by_t if min(best.log_t - bounds_t[0], bounds_t[1] - best.log_t) < near else found
