@@ -50,7 +50,7 @@ def names() -> list[str]:
 
 @pytest.mark.parametrize("name", names())
 def test_names_that_the_guide_gives_exist(name: str) -> None:
-    head, *rest = name.split(".")
+    head, *rest = name.removeprefix("lw.").split(".")
     found = importlib.import_module(f"lapwing.{head}")
     for part in rest:
         found = getattr(found, part)

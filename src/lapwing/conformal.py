@@ -45,9 +45,9 @@ class Conformal:
         self._check(prediction, REAL, "sets")
         if self.score == "normalized":
             away = self.threshold * prediction.std.double()
-            return prediction.mean.double() - away, prediction.mean.double() + away
+            return _outward(prediction.mean.double() - away, prediction.mean.double() + away)
         low, high = prediction.interval(self.level)
-        return low.double() - self.threshold, high.double() + self.threshold
+        return _outward(low.double() - self.threshold, high.double() + self.threshold)
 
     def sets(self, prediction: Prediction) -> Tensor:
         """Which classes are in the set, (n, ..., classes) bool; it can be empty."""
@@ -70,6 +70,12 @@ class Conformal:
         t = self.threshold
         told = f"{float(t):.4g}" if t.numel() == 1 else f"{float(t.min()):.4g} to {float(t.max()):.4g}"
         return f"Conformal({self.score}, level {self.level:g}; {self.n:,} calibration examples; threshold {told})"
+
+
+def _outward(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Ends moved by their rounding: the example whose score is the threshold lies on an end, and counts as inside."""
+    rounding = 4 * torch.finfo(low.dtype).eps * torch.maximum(low.abs(), high.abs())
+    return low - rounding, high + rounding
 
 
 def calibrate(prediction: Prediction, y: Tensor, level: float = 0.9, score: str = "auto") -> Conformal:
