@@ -222,7 +222,7 @@ def _layout(entries: Entries, held: Tensors) -> Layout:
             raise BrokenFile(f"it has a parameter {name} of shape {shape}")
     masks = {}
     for name in entries.take("masks", "list"):
-        if name not in shapes:
+        if type(name) is not str or name not in shapes:
             raise BrokenFile(f"it has a mask for {name!r}, which is no parameter of it")
         masks[name] = held.take(f"mask.{name}", tuple(shapes[name]), torch.bool)
         if not bool(masks[name].any()) or bool(masks[name].all()):
