@@ -45,7 +45,7 @@ docs: $(DSTAMP)
 data: env
 	$(BIN)/python studies/get_data.py
 
-# Opt-in, most of an hour: 2,000 random networks, 5,000 mutated files, 200 kills; figures into docs/reliability.md.
+# Opt-in, about ten minutes on one core: 2,000 random networks, 5,000 mutated files, 200 kills; figures into docs/reliability.md.
 soak: env
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/soak.py
 
