@@ -138,7 +138,8 @@ class Laplace:
         """A new object with the prior precision and noise that the evidence picks.
 
         center: "tangent", the mode v* of the tangent model: right in every network, and reads the data (of the fit
-        unless given) several times; "map", the trained weights: reads none, and is biased where they are no mode.
+        unless given) several times; "map", the trained weights: reads none (but 64 examples that classes are
+        compared on afterwards), and is biased where they are no mode.
         method: "mackay" iterates λ = γ/‖v̄‖² (the default at "tangent"); "evidence" follows the gradient (at "map");
         "em" is mackay with γ from samples (matrix_free only, and its default);
         "validation" searches for what predicts held-out `data` best: the prior, and the noise or temperature.
