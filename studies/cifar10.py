@@ -658,7 +658,9 @@ def _joint(f: Tensor, cov: Tensor | None, y: Tensor) -> dict[int, Tensor]:
         given: Any = mu.softmax(-1).unsqueeze(0)
         draws = None if cov is None else 1024
         if cov is not None:
-            given = lw.Prediction(LIKELIHOOD, mu, cov[i].reshape(*shape, *shape), "monte_carlo", joint=True)
+            given = lw.Prediction(
+                LIKELIHOOD, lw.outputs.Normal(mu, cov[i].reshape(*shape, *shape), joint=True), "monte_carlo"
+            )
         for kappa in KAPPAS:
             generator = torch.Generator().manual_seed(i)
             out[kappa].append(

@@ -48,7 +48,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing import metrics
-from lapwing.predictive.link import DRAWS, psd_root, quasi_normal
+from lapwing.outputs.points import DRAWS, psd_root, quasi_normal
 
 TEST, TRAIN = 600, 300
 GRID = [300.0, 1e3, 3e3, 1e4, 3e4, 1e5]

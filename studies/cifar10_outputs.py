@@ -15,17 +15,17 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.curvature.capture import Capture
 from lapwing.operators import linalg
+from lapwing.outputs.points import DRAWS, psd_root, quasi_normal
 from lapwing.posterior import curvature
-from lapwing.predictive.link import DRAWS, closed_form, psd_root, quasi_normal
+from lapwing.predictive.link import closed_form
 
 LIKELIHOOD = lw.likelihoods.Categorical()
 
 
 def probabilities(f: Tensor, cov: Tensor, link: str) -> Tensor:
     """E softmax(f): by 512 quasi-random draws with the full covariance for link="monte_carlo"."""
-    closed = closed_form(LIKELIHOOD, link, f, cov)
-    if closed is not None:
-        return closed
+    if link != "monte_carlo":
+        return closed_form(LIKELIHOOD, link, f, cov)
     noise, out = quasi_normal(DRAWS, f.shape[-1]).float(), []
     for mu, v in zip(f.split(500), cov.split(500), strict=True):
         out.append((mu.unsqueeze(-2) + noise @ psd_root(v.double()).float().mT).softmax(-1).mean(-2))

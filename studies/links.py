@@ -80,10 +80,12 @@ def compared(
     seconds = {}
     for link in LINKS:
         start = time.perf_counter()
-        found[link] = lw.Prediction(LIKELIHOOD, mean, cov, link).probs
+        found[link] = lw.Prediction(LIKELIHOOD, lw.outputs.Normal(mean, cov), link).probs
         seconds[link] = time.perf_counter() - start
     for k in IID:
-        found[f"iid {k}"] = lw.Prediction(LIKELIHOOD, mean, cov).f_sample(k, generator).softmax(-1).mean(0)
+        found[f"iid {k}"] = (
+            lw.Prediction(LIKELIHOOD, lw.outputs.Normal(mean, cov)).f_sample(k, generator).softmax(-1).mean(0)
+        )
     out: dict[str, Any] = {name: variation(q, p) for name, q in found.items()}
     for link, spent in seconds.items():
         out[link]["milliseconds an input"] = 1e3 * spent / len(mean)

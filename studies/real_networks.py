@@ -129,11 +129,12 @@ def of_laplace(la: lw.Laplace, batches: list[Any]) -> tuple[Tensor, Tensor]:
     out, halves = [], []
     for x, y in map(split, batches):
         pred = la.predict(x)
-        pred = pred if pred.outputs is not None else dataclasses.replace(pred, link="probit")  # what the record is of
+        pred = pred if pred.drawn else dataclasses.replace(pred, link="probit")  # what the record is of
         out.append(answers(pred.probs, pred.log_prob(y), y))
-        if pred.outputs is not None:
+        if pred.drawn:
             draws = [
-                torch.stack([f.log_softmax(-1).gather(-1, y.unsqueeze(-1)) for f in d]) for d in pred.outputs.chunk(2)
+                torch.stack([f.log_softmax(-1).gather(-1, y.unsqueeze(-1)) for f in d])
+                for d in pred.outputs.values.chunk(2)
             ]
             halves.append(torch.stack([torch.logsumexp(d, 0).flatten() - math.log(len(d)) for d in draws], 1))
     return torch.cat(out), torch.cat(halves) if halves else torch.zeros(0, 2)

@@ -108,7 +108,9 @@ def test_the_threshold_is_the_score_of_its_rank() -> None:
 
 def test_class_sets_are_those_of_their_definitions() -> None:
     p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.5, 0.4], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3]], dtype=torch.float64)
-    prediction = lw.Prediction(lw.likelihoods.Categorical(), p.log(), torch.zeros(4, 3, 3, dtype=torch.float64))
+    prediction = lw.Prediction(
+        lw.likelihoods.Categorical(), lw.outputs.Normal(p.log(), torch.zeros(4, 3, 3, dtype=torch.float64))
+    )
     y = torch.tensor([0, 2, 2, 1])
     # 1 − p_y: 0.5, 0.6, 0.4, 0.6;  ⌈5 · 0.4⌉ = 2nd is 0.5, so classes of p ≥ 0.5
     found = calibrate(prediction, y, 0.4, "probability")
@@ -125,11 +127,13 @@ def test_each_position_has_its_own_threshold() -> None:
     f = torch.randn(50, 3, 2, generator=g, dtype=torch.float64)
     scale = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)[:, None]
     y = f + scale * torch.randn(50, 3, 2, generator=g, dtype=torch.float64)
-    prediction = lw.Prediction(lw.likelihoods.Gaussian(1.0), f, torch.zeros(50, 3, 2, 2, dtype=torch.float64))
+    prediction = lw.Prediction(
+        lw.likelihoods.Gaussian(1.0), lw.outputs.Normal(f, torch.zeros(50, 3, 2, 2, dtype=torch.float64))
+    )
     found = calibrate(prediction, y, 0.9)
     assert found.threshold.shape == (3, 2)
     for q in range(3):
-        alone = lw.Prediction(prediction.likelihood, f[:, q], prediction.cov[:, q])
+        alone = lw.Prediction(prediction.likelihood, lw.outputs.Normal(f[:, q], prediction.covariance[:, q]))
         torch.testing.assert_close(found.threshold[q], calibrate(alone, y[:, q], 0.9).threshold, rtol=0, atol=0)
 
 

@@ -39,7 +39,7 @@ from lapwing.doctor.training import gain, slope, training_checks
 from lapwing.doctor.trial import _grown, counted
 from lapwing.doctor.trial import seconds as timed
 from lapwing.errors import InvalidValue
-from lapwing.predictive import pushforward
+from lapwing.posterior import gaussian
 
 module = sys.modules["lapwing.doctor"]  # lw.doctor is the function
 
@@ -878,7 +878,7 @@ def test_a_graph_that_cannot_be_cut_is_planned_whole():
 
 
 def test_outputs_that_are_too_many_for_a_covariance_are_planned_by_draws(monkeypatch):
-    monkeypatch.setattr(pushforward, "MANY", 2)
+    monkeypatch.setattr(gaussian, "WIDE", 2)
     report = lw.doctor(net(), classes(), "categorical")
     assert report.ok, str(report)
     assert set(report.plan) == {"full (primal)", "full (dual)", "kron", "block", "diag", "last_layer"}

@@ -293,7 +293,7 @@ def test_evidence_predictions_and_effective_dimension(name: str, kind: str, prio
     close(la.predict(new).covariance, J @ torch.linalg.inv(M) @ J.mT)
     flat = J.flatten(0, 1)
     close(la.predict(new, joint=True).covariance.reshape(4 * C, -1), flat @ torch.linalg.inv(M) @ flat.mT)
-    tight = lw.predict(la.tangent, la.posterior, la.likelihood, new, memory_budget=1_000)
+    tight = lw.predict(la.posterior, la.likelihood, new, memory_budget=1_000)
     close(tight.covariance, la.predict(new).covariance)
 
 

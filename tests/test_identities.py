@@ -706,8 +706,8 @@ def test_without_epistemic_variance_the_joint_log_probability_is_a_sum(kind: str
     torch.manual_seed(11)
     f = draw(5, 2)
     likelihood, y = likelihood_and_targets(kind, (5, 2))
-    joint = lw.Prediction(likelihood, f, torch.zeros(5, 2, 5, 2, dtype=torch.float64), joint=True)
-    each = lw.Prediction(likelihood, f, torch.zeros(5, 2, 2, dtype=torch.float64))
+    joint = lw.Prediction(likelihood, lw.outputs.Normal(f, torch.zeros(5, 2, 5, 2, dtype=torch.float64), joint=True))
+    each = lw.Prediction(likelihood, lw.outputs.Normal(f, torch.zeros(5, 2, 2, dtype=torch.float64)))
     close(joint.log_prob(y), log_likelihood(likelihood, f, y))
     close(each.log_prob(y).sum(), log_likelihood(likelihood, f, y))
 

@@ -390,8 +390,8 @@ def test_so_many_outputs_are_predicted_by_the_samples() -> None:
     x, y = double(5, 3, seed=1), torch.arange(5)
     la = lw.laplace(net, (x, y), "categorical", structure=MatrixFree(samples=6))
     pred = la.predict(x)
-    assert pred.outputs is not None
-    assert pred.outputs.shape == (6, 5, 600)
+    assert pred.drawn
+    assert pred.outputs.values.shape == (6, 5, 600)
     with pytest.raises(InvalidValue, match="by draws"):
         la.predict(x, joint=True)
 

@@ -364,7 +364,7 @@ def gaussian_outputs(likelihood: Any, seed: int = 0, n: int = 7, c: int = 2, joi
     root = torch.randn(n * c, n * c + 2, generator=g, dtype=torch.float64) / math.sqrt(n * c)
     cov = (root @ root.mT).reshape(n, c, n, c)
     mean = torch.randn(n, c, generator=g, dtype=torch.float64)
-    return lw.Prediction(likelihood, mean, cov, joint=joint)
+    return lw.Prediction(likelihood, lw.outputs.Normal(mean, cov, joint=joint))
 
 
 @pytest.mark.parametrize("kappa", [1, 2, 3])
@@ -387,7 +387,7 @@ def test_joint_bernoulli_is_its_integral():
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(6, 1, generator=g, dtype=torch.float64) for _ in range(2))
     y = torch.randint(2, (6, 1), generator=g)
-    pred = lw.Prediction(lw.likelihoods.Bernoulli(), a, (b @ b.mT).reshape(6, 1, 6, 1), joint=True)
+    pred = lw.Prediction(lw.likelihoods.Bernoulli(), lw.outputs.Normal(a, (b @ b.mT).reshape(6, 1, 6, 1), joint=True))
     nodes, weights = np.polynomial.hermite_e.hermegauss(80)
     f = a + b * torch.as_tensor(nodes)  # (n, nodes)
     log_p = nn.functional.logsigmoid(torch.where(y == 1, f, -f))
@@ -412,9 +412,10 @@ def test_all_kinds_of_prediction_get_the_same_sets():
     logits = torch.randn(7, 3, dtype=torch.float64)
     y = torch.randint(3, (7,))
     still = lw.Prediction(
-        lw.likelihoods.Categorical(), logits, torch.zeros(7, 3, 7, 3, dtype=torch.float64), joint=True
+        lw.likelihoods.Categorical(),
+        lw.outputs.Normal(logits, torch.zeros(7, 3, 7, 3, dtype=torch.float64), joint=True),
     )
-    drawn = lw.Prediction(lw.likelihoods.Categorical(), logits, None, "monte_carlo", False, logits.expand(5, 7, 3))
+    drawn = lw.Prediction(lw.likelihoods.Categorical(), lw.outputs.Draws(logits.expand(5, 7, 3), logits))
     plain = m.joint_log_likelihood(torch.softmax(logits, -1)[None], y, 3, each=True)
     for pred in (still, drawn):
         assert_close(m.joint_log_likelihood(pred, y, 3, each=True), plain, rtol=0, atol=1e-10)
@@ -445,7 +446,10 @@ class Broken(lw.likelihoods.Poisson):
 
 def test_nan_is_an_error_that_counts_and_never_a_score():
     f = torch.tensor([[-5.0], [5.0], [-4.0]], dtype=torch.float64)
-    pred, y = lw.Prediction(Broken(), f, torch.full((3, 1, 1), 1e-6).double()), torch.ones(3, 1).double()
+    pred, y = (
+        lw.Prediction(Broken(), lw.outputs.Normal(f, torch.full((3, 1, 1), 1e-6).double())),
+        torch.ones(3, 1).double(),
+    )
     with pytest.raises(InvalidValue, match="2 of 3 scores are NaN"):
         m.nll(pred, y)
     with pytest.raises(InvalidValue, match="2 of 3 scores are NaN"):
@@ -461,7 +465,7 @@ def test_nan_is_an_error_that_counts_and_never_a_score():
 def test_what_had_no_probability_has_an_infinite_nll():
     """Minus infinity is a log-probability; by a Prediction as by a table."""
     f = torch.tensor([[0.0, 0.0], [0.0, -math.inf]], dtype=torch.float64)
-    certain = lw.Prediction(Impossible(), f.nan_to_num(neginf=-1.0), torch.zeros(2, 2, 2).double())
+    certain = lw.Prediction(Impossible(), lw.outputs.Normal(f.nan_to_num(neginf=-1.0), torch.zeros(2, 2, 2).double()))
     assert m.nll(certain, torch.tensor([1, 1]), each=True).tolist() == pytest.approx([math.log(2), math.inf])
     assert m.nll(f.softmax(-1), torch.tensor([1, 1])) == math.inf
 
@@ -504,7 +508,7 @@ def test_a_prediction_by_draws_is_near_the_gaussian_that_they_are_of():
         torch.randn(300, 1, generator=g, dtype=torch.float64),
     )
     f = mean + 0.7 * torch.randn(4_000, 300, 1, generator=g, dtype=torch.float64)
-    drawn = lw.Prediction(lw.likelihoods.Gaussian(0.5), mean, None, "monte_carlo", False, f)
+    drawn = lw.Prediction(lw.likelihoods.Gaussian(0.5), lw.outputs.Draws(f, mean))
     pair = (mean, torch.full_like(mean, math.hypot(0.7, 0.5)))
     assert m.crps(drawn, y) == pytest.approx(m.crps(pair, y), abs=0.01)
     assert_close(m.pit(drawn, y), m.pit(pair, y), rtol=0, atol=5 * 0.5 / math.sqrt(1024) + 0.04)
@@ -534,7 +538,7 @@ def test_predictions_with_a_distribution_function_are_scored_by_it(name):
     """CRPS by SciPy's quadrature, or a sum over counts, of its distributions mixed over f on a fine grid; PIT there."""
     likelihood, cdf, y = RANKED[name]
     y = torch.tensor(y, dtype=torch.float64)
-    pred = lw.Prediction(likelihood, F, torch.diag_embed(V))
+    pred = lw.Prediction(likelihood, lw.outputs.Normal(F, torch.diag_embed(V)))
     score, rank = m.crps(pred, y, each=True), m.pit(pred, y)
     z = np.linspace(-9, 9, 145)
     weight = np.exp(-0.5 * z**2) / np.exp(-0.5 * z**2).sum()
@@ -563,16 +567,16 @@ def test_predictions_with_a_distribution_function_are_scored_by_it(name):
 def test_predictions_without_an_integral_are_scored_by_draws():
     """Of f by draws the PIT is the mean over them; the CRPS of those, and of large counts, is that of draws of y."""
     draws = F + V.sqrt() * torch.randn(500, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    drawn = lw.Prediction(lw.likelihoods.Gaussian(0.3), F, None, "monte_carlo", False, draws)
+    drawn = lw.Prediction(lw.likelihoods.Gaussian(0.3), lw.outputs.Draws(draws, F))
     assert_close(m.pit(drawn, F + 1), torch.special.ndtr((F + 1 - draws) / 0.3).mean(0))
     assert m.crps(drawn, F + 1) == m.crps(drawn.sample(1024), F + 1)
-    many = lw.Prediction(lw.likelihoods.Poisson(), F + 8, torch.diag_embed(V))
+    many = lw.Prediction(lw.likelihoods.Poisson(), lw.outputs.Normal(F + 8, torch.diag_embed(V)))
     y = (F + 8).exp().round()
     assert m.crps(many, y) == m.crps(many.sample(1024), y)
 
 
 def test_a_score_that_is_infinite_is_an_error():
-    pred = lw.Prediction(lw.likelihoods.StudentT(0.4, 0.45), F, torch.diag_embed(V))
+    pred = lw.Prediction(lw.likelihoods.StudentT(0.4, 0.45), lw.outputs.Normal(F, torch.diag_embed(V)))
     with pytest.raises(lw.errors.NotConverged, match="infinite"):
         m.crps(pred, F)
 

@@ -34,7 +34,7 @@ def test_moments_of_draws_hold_no_more_than_the_draws(seed: int) -> None:
     y = torch.randint(c, (n, q), generator=generator)
     assert c * c > draws.numel()  # a matrix of outputs by outputs would show
     with Largest() as ledger:
-        pred = lw.Prediction(lw.likelihoods.Categorical(), f, None, "monte_carlo", False, draws)
+        pred = lw.Prediction(lw.likelihoods.Categorical(), lw.outputs.Draws(draws, f))
         found = pred.probs, pred.epistemic, pred.aleatoric, pred.expected_entropy, pred.log_prob(y)
     assert ledger.elements <= draws.numel()
 

@@ -95,7 +95,7 @@ def test_the_law_of_total_variance(kind: str, via: str, joint: bool) -> None:
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
 def test_variances_and_entropies_are_those_of_the_draws_of_f(kind: str, scale: float) -> None:
     mean, cov = gaussian_outputs(3, scale=scale)
-    prediction = lw.Prediction(CLASS_LIKELIHOODS[kind], mean, cov)
+    prediction = lw.Prediction(CLASS_LIKELIHOODS[kind], lw.outputs.Normal(mean, cov))
     p = probabilities(kind, brute_force(mean, cov))
     torch.testing.assert_close(prediction.epistemic, p.var(0), rtol=0.0, atol=ERROR)
     torch.testing.assert_close(prediction.aleatoric, (p * (1 - p)).mean(0), rtol=0.0, atol=ERROR)
@@ -113,13 +113,13 @@ def test_variances_and_entropies_are_those_of_the_draws_of_f(kind: str, scale: f
 def test_mutual_information_is_never_negative_and_vanishes_without_epistemic_variance(kind: str) -> None:
     for seed, scale in itertools.product(SEEDS, (1e-3, 0.3, 1.0, 10.0)):
         mean, cov = gaussian_outputs(seed, n=20, scale=scale)
-        prediction = lw.Prediction(CLASS_LIKELIHOODS[kind], mean, cov)
+        prediction = lw.Prediction(CLASS_LIKELIHOODS[kind], lw.outputs.Normal(mean, cov))
         information = prediction.mutual_information
         assert (information >= -1e-14).all()
         assert (information <= prediction.entropy).all()
         assert (prediction.entropy <= math.log(3 if kind == "categorical" else 2) + 1e-12).all()
         assert float(information.max()) > (1e-8 if scale < 0.1 else 1e-3)
-        certain = lw.Prediction(CLASS_LIKELIHOODS[kind], mean, torch.zeros_like(cov))
+        certain = lw.Prediction(CLASS_LIKELIHOODS[kind], lw.outputs.Normal(mean, torch.zeros_like(cov)))
         close(certain.mutual_information, torch.zeros_like(information), 1e-12)
         close(certain.epistemic, torch.zeros_like(mean), 1e-12)
 
@@ -132,7 +132,7 @@ def test_monte_carlo_is_the_mean_of_softmax(scale: float) -> None:
     for seed in SEEDS:
         mean, cov = gaussian_outputs(seed, c=3 + seed, scale=scale)
         truth = brute_force(mean, cov).softmax(-1).mean(0)
-        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, cov, "monte_carlo").mean
+        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], lw.outputs.Normal(mean, cov), "monte_carlo").mean
         torch.testing.assert_close(found, truth, rtol=0.0, atol=ERROR)
         close(found.sum(-1), torch.ones(4, dtype=torch.float64), 1e-12)
 
@@ -144,7 +144,7 @@ def test_probit_links_of_correlated_logits_stay_within_their_known_error(link: s
     for seed in SEEDS:
         mean, cov = gaussian_outputs(seed, n=8, scale=scale)
         truth = brute_force(mean, cov, 20_000).softmax(-1).mean(0)
-        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, cov, link).mean
+        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], lw.outputs.Normal(mean, cov), link).mean
         torch.testing.assert_close(found, truth, rtol=0.0, atol=most)
 
 
@@ -156,7 +156,7 @@ def test_probit_of_isotropic_logits_is_close_to_the_truth(variance: float, most:
         mean = gaussian_outputs(seed, n=8)[0]
         cov = variance * torch.eye(3, dtype=torch.float64).expand(8, 3, 3)
         truth = brute_force(mean, cov, 20_000).softmax(-1).mean(0)
-        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, cov, "probit").mean
+        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], lw.outputs.Normal(mean, cov), "probit").mean
         torch.testing.assert_close(found, truth, rtol=0.0, atol=most)
         if variance >= 0.5:
             assert (found - truth).abs().mean() < 0.5 * (mean.softmax(-1) - truth).abs().mean()
@@ -170,7 +170,8 @@ def test_binary_probit_is_within_two_hundredths_of_the_logistic_normal_mean() ->
         truth = (torch.sigmoid(mean + math.sqrt(variance) * z) * weight).sum(-1, keepdim=True)
         cov = torch.full((41, 1, 1), variance, dtype=torch.float64)
         probit, monte_carlo = (
-            lw.Prediction(CLASS_LIKELIHOODS["bernoulli"], mean, cov, link).mean for link in ("probit", "monte_carlo")
+            lw.Prediction(CLASS_LIKELIHOODS["bernoulli"], lw.outputs.Normal(mean, cov), link).mean
+            for link in ("probit", "monte_carlo")
         )
         torch.testing.assert_close(probit, truth, rtol=0.0, atol=0.02)
         torch.testing.assert_close(monte_carlo, truth, rtol=0.0, atol=0.002)
@@ -187,16 +188,20 @@ def test_binary_probit_is_within_two_hundredths_of_the_logistic_normal_mean() ->
 )
 def test_without_variance_a_link_is_softmax_or_sigmoid(kind: str, link: str) -> None:
     mean, cov = gaussian_outputs(0)
-    close(lw.Prediction(CLASS_LIKELIHOODS[kind], mean, 0 * cov, link).mean, probabilities(kind, mean), 1e-12)
+    close(
+        lw.Prediction(CLASS_LIKELIHOODS[kind], lw.outputs.Normal(mean, 0 * cov), link).mean,
+        probabilities(kind, mean),
+        1e-12,
+    )
 
 
 def test_the_mean_field_link_of_two_classes_is_the_probit_of_their_difference() -> None:
     """Two logits are one, f₁ − f₀, of variance V₀₀ + V₁₁ − 2 V₀₁."""
     for seed in SEEDS:
         mean, cov = gaussian_outputs(seed, c=2, scale=2.0)
-        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, cov, "mean_field").mean
+        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], lw.outputs.Normal(mean, cov), "mean_field").mean
         gap, var = mean[:, 1:] - mean[:, :1], cov[:, :1, :1] + cov[:, 1:, 1:] - 2 * cov[:, :1, 1:]
-        close(found[:, 1:], lw.Prediction(CLASS_LIKELIHOODS["bernoulli"], gap, var, "probit").mean)
+        close(found[:, 1:], lw.Prediction(CLASS_LIKELIHOODS["bernoulli"], lw.outputs.Normal(gap, var), "probit").mean)
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
@@ -207,7 +212,7 @@ def test_the_mean_field_link_is_nearer_to_the_truth_than_the_probit(scale: float
         mean, cov = gaussian_outputs(seed, n=20, c=4, scale=scale)
         truth = brute_force(mean, cov, 20_000).softmax(-1).mean(0)
         for link in errors:
-            found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, cov, link).mean
+            found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], lw.outputs.Normal(mean, cov), link).mean
             errors[link] += float((found - truth).abs().mean())
     assert errors["mean_field"] < errors["probit"]
 
@@ -226,18 +231,20 @@ def test_the_bridge_inverts_the_gaussian_that_it_gives_a_dirichlet() -> None:
         torch.manual_seed(seed)
         alpha = 0.5 + 20 * torch.rand(5, 3 + seed, dtype=torch.float64)
         mean, cov = dirichlet_image(alpha)
-        found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean + 0.7, cov + shift, "bridge").mean
+        found = lw.Prediction(
+            CLASS_LIKELIHOODS["categorical"], lw.outputs.Normal(mean + 0.7, cov + shift), "bridge"
+        ).mean
         close(found, alpha / alpha.sum(-1, keepdim=True))
     alpha = 5 + 45 * torch.rand(5, 3, dtype=torch.float64)
     mean, cov = dirichlet_image(alpha)
     truth = brute_force(mean, cov + 0.01).softmax(-1).mean(0)  # softmax is blind to the 0.01
-    found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, cov, "bridge").mean
+    found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], lw.outputs.Normal(mean, cov), "bridge").mean
     torch.testing.assert_close(found, truth, rtol=0.0, atol=0.01 + ERROR)
 
 
 def test_the_bridge_is_finite_without_variance() -> None:
     mean, cov = gaussian_outputs(0, c=2)
-    found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, 0 * cov, "bridge").mean
+    found = lw.Prediction(CLASS_LIKELIHOODS["categorical"], lw.outputs.Normal(mean, 0 * cov), "bridge").mean
     close(found, mean.softmax(-1))  # of two classes
 
 
@@ -246,7 +253,8 @@ def test_only_probit_counts_the_variance_of_a_common_shift() -> None:
 
     def change(link: str, more: float) -> float:
         plain, shifted = (
-            lw.Prediction(CLASS_LIKELIHOODS["categorical"], mean, v, link).mean for v in (cov, cov + more)
+            lw.Prediction(CLASS_LIKELIHOODS["categorical"], lw.outputs.Normal(mean, v), link).mean
+            for v in (cov, cov + more)
         )
         return float((plain - shifted).abs().max())
 
@@ -328,8 +336,8 @@ def test_bernoulli_log_prob_is_that_of_the_dependent_outputs_or_of_their_means()
     cov = cov + 4.0  # strongly dependent
     likelihood = CLASS_LIKELIHOODS["bernoulli"]
     p = brute_force(mean, cov).sigmoid()
-    probit = lw.Prediction(likelihood, mean, cov, "probit")
-    drawn = lw.Prediction(likelihood, mean, cov)
+    probit = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov), "probit")
+    drawn = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov))
     every = [torch.tensor(bits).expand(4, 3) for bits in itertools.product((0, 1), repeat=3)]
     close(torch.stack([probit.log_prob(y) for y in every]).exp().sum(0), torch.ones(4, dtype=torch.float64))
     close(torch.stack([drawn.log_prob(y) for y in every]).exp().sum(0), torch.ones(4, dtype=torch.float64))
@@ -361,7 +369,7 @@ def test_joint_log_prob_of_classes_is_the_log_mean_of_the_product(kind: str) -> 
 def test_log_prob_stays_finite_where_a_float32_probability_saturates() -> None:
     cov = torch.full((1, 1, 1), 1e-3)
     for f, y in itertools.product((-90.0, 90.0), (0, 1)):
-        prediction = lw.Prediction(CLASS_LIKELIHOODS["bernoulli"], torch.full((1, 1), f), cov)
+        prediction = lw.Prediction(CLASS_LIKELIHOODS["bernoulli"], lw.outputs.Normal(torch.full((1, 1), f), cov))
         assert torch.isfinite(prediction.log_prob(torch.full((1, 1), y))).all()
 
 
@@ -385,7 +393,7 @@ def test_gaussian_quantiles_are_those_of_the_normal(kind: str) -> None:
 def test_class_quantiles_are_those_of_the_probabilities(kind: str) -> None:
     mean, cov = gaussian_outputs(7)
     p = probabilities(kind, brute_force(mean, cov, 20_000))
-    prediction = lw.Prediction(CLASS_LIKELIHOODS[kind], mean, cov)
+    prediction = lw.Prediction(CLASS_LIKELIHOODS[kind], lw.outputs.Normal(mean, cov))
     quantiles = [prediction.quantile(q) for q in (0.1, 0.5, 0.9)]
     for q, found in zip((0.1, 0.5, 0.9), quantiles, strict=True):
         torch.testing.assert_close(found, p.quantile(q, 0), rtol=0.0, atol=0.05)
@@ -565,7 +573,7 @@ class Counts(lw.likelihoods.Likelihood):
 def test_log_prob_of_a_users_likelihood_averages_over_the_posterior() -> None:
     torch.manual_seed(0)
     root = 0.4 * torch.randn(3, 2, 2).double()
-    prediction = lw.Prediction(Counts(), 0.5 * torch.randn(3, 2).double(), root @ root.mT)
+    prediction = lw.Prediction(Counts(), lw.outputs.Normal(0.5 * torch.randn(3, 2).double(), root @ root.mT))
     y = torch.tensor([[0.0, 2.0], [1.0, 0.0], [3.0, 1.0]]).double()
     draws = prediction.f_sample(200_000, torch.Generator().manual_seed(1))
     truth = torch.logsumexp(Counts().log_prob(draws, y), 0) - math.log(200_000)

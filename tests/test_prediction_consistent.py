@@ -60,7 +60,7 @@ def outputs(seed: int, c: int, scale: float, n: int = 5) -> tuple[Tensor, Tensor
 
 def predicted(kind: str, link: str, seed: int = 0, scale: float = 1.0) -> lw.Prediction:
     likelihood, c, _ = CLASSES[kind]
-    return lw.Prediction(likelihood, *outputs(seed, c, scale), link)
+    return lw.Prediction(likelihood, lw.outputs.Normal(*outputs(seed, c, scale)), link)
 
 
 def entropy(m: Tensor, binary: bool) -> Tensor:
@@ -158,7 +158,7 @@ def test_saturated_predictions_have_no_nan(kind: str, link: str, dtype: torch.dt
     mean, cov = outputs(0, c, 1.0)
     far = 5000 * torch.arange(1, 6).unsqueeze(-1) * torch.linspace(-1, 1, c if c > 1 else 1)
     for size in (0.0, 1e-12, 1.0, 1e8):
-        p = lw.Prediction(likelihood, (mean + far).to(dtype), (size * cov).to(dtype), link)
+        p = lw.Prediction(likelihood, lw.outputs.Normal((mean + far).to(dtype), (size * cov).to(dtype)), link)
         for field in ("mean", "epistemic", "aleatoric", "total", "entropy", "expected_entropy", "mutual_information"):
             value = getattr(p, field)
             assert torch.isfinite(value).all(), (field, value)
@@ -173,7 +173,7 @@ def test_saturated_predictions_have_no_nan(kind: str, link: str, dtype: torch.dt
 @pytest.mark.parametrize(("kind", "link"), CASES)
 def test_float32_is_float64_rounded(kind: str, link: str) -> None:
     wide = predicted(kind, link, scale=2.0)
-    p = replace(wide, f_mean=wide.f_mean.float(), cov=wide.covariance.float())
+    p = replace(wide, outputs=lw.outputs.Normal(wide.f_mean.float(), wide.covariance.float()))
     for field in ("mean", "epistemic", "aleatoric", "total", "std", "entropy", "mutual_information"):
         assert getattr(p, field).dtype == torch.float32
         assert_close(getattr(p, field).double(), getattr(wide, field), rtol=1e-5, atol=1e-6)
@@ -185,7 +185,7 @@ def test_an_input_does_not_depend_on_its_company(kind: str, link: str) -> None:
     likelihood, c, _ = CLASSES[kind]
     mean, cov = outputs(0, c, 1.0)
     cov = cov * torch.tensor([1e-6, 1.0, 1e5, 40.0, 1e9], dtype=torch.float64)[:, None, None]
-    p = lw.Prediction(likelihood, mean, cov, link)
+    p = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov), link)
     for i in range(5):
         for field in ("mean", "epistemic", "mutual_information"):
             close(getattr(p[i : i + 1], field), getattr(p, field)[i : i + 1], 1e-12)
@@ -236,7 +236,7 @@ def test_real_targets_and_counts_are_consistent_too(kind: str) -> None:
     mean, cov = outputs(1, c, 0.3)
     if kind == "natural":
         mean, cov = torch.stack([mean[:, 0], -1 - mean[:, 1].abs()], -1), 0.01 * cov
-    p, s = lw.Prediction(likelihood, mean, cov), 40_000
+    p, s = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov)), 40_000
     close(p.total, p.epistemic + p.aleatoric)
     close(p.std, p.total.sqrt())
     y = p.sample(s, torch.Generator().manual_seed(2))
@@ -264,7 +264,7 @@ class Rate(Poisson):
 
 def test_a_mean_needs_no_variance() -> None:
     mean, cov = outputs(0, 1, 0.3)
-    p = lw.Prediction(Rate(), mean, cov)
+    p = lw.Prediction(Rate(), lw.outputs.Normal(mean, cov))
     close(p.mean, torch.exp(mean + 0.5 * cov[:, 0]))
     with pytest.raises(lw.errors.Unsupported, match="no variance"):
         p.total  # noqa: B018
@@ -289,9 +289,9 @@ def test_quantiles_of_probabilities_weigh_the_nodes() -> None:
         std = cov.diagonal(dim1=-2, dim2=-1).sqrt()
         for q in (0.025, 0.3, 0.5, 0.9):
             z = float(normal.icdf(torch.tensor(q)))
-            found = lw.Prediction(Bernoulli(), mean, cov).quantile(q)
+            found = lw.Prediction(Bernoulli(), lw.outputs.Normal(mean, cov)).quantile(q)
             assert_close(found, torch.sigmoid(mean + z * std), rtol=0, atol=2e-3)
-    one = lw.Prediction(Bounded(), torch.full((1, 1), 2.0).double(), torch.ones(1, 1, 1).double())
+    one = lw.Prediction(Bounded(), lw.outputs.Normal(torch.full((1, 1), 2.0).double(), torch.ones(1, 1, 1).double()))
     with pytest.warns(lw.errors.LapwingWarning, match="left out"):
         found = one.quantile(0.8)
     inside = normal.cdf(torch.tensor(1.0))  # f < 3 is z < 1
@@ -301,7 +301,7 @@ def test_quantiles_of_probabilities_weigh_the_nodes() -> None:
 def test_what_a_prediction_is_by_stands_in_its_first_line() -> None:
     assert "link monte_carlo" in repr(predicted("categorical", "auto"))
     assert "link probit" in repr(predicted("categorical", "probit"))
-    drawn = replace(predicted("categorical", "auto"), outputs=outputs(0, 4, 1.0)[0].expand(7, 5, 4))
+    drawn = replace(predicted("categorical", "auto"), outputs=lw.outputs.Draws(outputs(0, 4, 1.0)[0].expand(7, 5, 4)))
     assert "7 draws" in repr(drawn)
 
 
@@ -315,7 +315,7 @@ def test_the_bridge_does_not_overflow(dtype: torch.dtype, gap: float) -> None:
     for c in (2, 3, 5):
         mean = torch.linspace(0, gap, c, dtype=dtype).expand(2, c)
         cov = torch.diag_embed(torch.linspace(1, 2, c, dtype=dtype)).expand(2, c, c)
-        found = lw.Prediction(Categorical(), mean, cov, "bridge").probs.double()
+        found = lw.Prediction(Categorical(), lw.outputs.Normal(mean, cov), "bridge").probs.double()
         assert torch.isfinite(found).all()
         close(found.sum(-1), torch.ones(2, dtype=torch.float64), 1e-6)
         V = cov[0].double()
@@ -333,7 +333,7 @@ def test_links_in_closed_form_take_variances_of_any_size() -> None:
     for link, c in itertools.product(SOFTMAX, range(2, 9)):
         mean, cov = outputs(c, c, 1.0)
         for shift in (1e30, 1.1e300, 1.7e300):
-            p = lw.Prediction(Categorical(), mean, cov + shift, link)
+            p = lw.Prediction(Categorical(), lw.outputs.Normal(mean, cov + shift), link)
             assert torch.isfinite(p.probs).all()
             close(p.probs.sum(-1), torch.ones(5, dtype=torch.float64))
 
@@ -360,15 +360,17 @@ def test_a_prior_of_almost_nothing_gives_numbers_or_says_what_overflows(likeliho
 def test_outputs_that_are_not_numbers_are_refused_at_once() -> None:
     mean, cov = outputs(0, 3, 1.0)
     with pytest.raises(lw.errors.InvalidValue, match="1 of 15 mean outputs are NaN"):
-        lw.Prediction(Categorical(), torch.where(torch.arange(15).reshape(5, 3) == 4, math.nan, mean), cov)
+        lw.Prediction(
+            Categorical(), lw.outputs.Normal(torch.where(torch.arange(15).reshape(5, 3) == 4, math.nan, mean), cov)
+        )
     with pytest.raises(lw.errors.InvalidValue, match=r"45 of 45 variances .* float64, which ends at 1\.8e\+308"):
-        lw.Prediction(Categorical(), mean, math.inf * torch.ones_like(cov))
+        lw.Prediction(Categorical(), lw.outputs.Normal(mean, math.inf * torch.ones_like(cov)))
 
 
 def test_moments_of_counts_beyond_the_largest_float_are_infinite_not_nan() -> None:
     mean = torch.zeros(2, 1)
     cov = torch.tensor([4.0, 1e8]).reshape(2, 1, 1)
-    p = lw.Prediction(Poisson(), mean, cov)
+    p = lw.Prediction(Poisson(), lw.outputs.Normal(mean, cov))
     assert_close(p.mean[0].double(), torch.exp(torch.tensor([2.0]).double()), rtol=1e-6, atol=0)
     for field in ("mean", "epistemic", "aleatoric", "total", "std"):
         assert not bool(getattr(p, field).isnan().any())
@@ -378,14 +380,14 @@ def test_moments_of_counts_beyond_the_largest_float_are_infinite_not_nan() -> No
 def test_gaussian_densities_hold_where_the_square_of_the_noise_leaves_float32() -> None:
     mean, cov = outputs(0, 2, 1.0)
     for noise in (1e-25, 1e25):
-        p = lw.Prediction(Gaussian(noise), mean.float(), 0 * cov.float())
+        p = lw.Prediction(Gaussian(noise), lw.outputs.Normal(mean.float(), 0 * cov.float()))
         y = p.mean + 0.5 * noise
         expected = torch.distributions.Normal(p.mean.double(), noise).log_prob(y.double()).sum(-1)
         assert_close(p.log_prob(y), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_quantile_beyond_all_floats_is_told() -> None:
-    p = lw.Prediction(Poisson(), torch.zeros(1, 1).double(), torch.full((1, 1, 1), 1e12).double())
+    p = lw.Prediction(Poisson(), lw.outputs.Normal(torch.zeros(1, 1).double(), torch.full((1, 1, 1), 1e12).double()))
     with pytest.raises(lw.errors.NotConverged, match="raise the prior precision"):
         p.quantile(0.9)
 
@@ -398,7 +400,7 @@ def test_a_noise_whose_square_is_beyond_float64_is_refused() -> None:
             StudentT(noise)
     mean, cov = outputs(0, 2, 1.0)
     with pytest.raises(lw.errors.NotPositiveDefinite, match=r"5 of 5 inputs.*larger noise"):
-        lw.Prediction(Vanishing(), mean, 0 * cov).log_prob(mean)
+        lw.Prediction(Vanishing(), lw.outputs.Normal(mean, 0 * cov)).log_prob(mean)
 
 
 @dataclass(frozen=True)

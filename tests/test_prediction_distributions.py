@@ -18,7 +18,8 @@ from torch.testing import assert_close
 
 import lapwing as lw
 from lapwing.likelihoods import Poisson, special
-from lapwing.predictive import mixture, nodes
+from lapwing.outputs import nodes
+from lapwing.predictive import quantiles
 
 SEEDS = (0, 1)
 
@@ -86,7 +87,7 @@ def test_moments_of_counts_are_those_of_the_log_normal_rate() -> None:
     for seed in SEEDS:
         mean, cov = gaussian_outputs(seed)
         var = cov.diagonal(dim1=-2, dim2=-1)
-        prediction = lw.Prediction(Poisson(), mean, cov)
+        prediction = lw.Prediction(Poisson(), lw.outputs.Normal(mean, cov))
         rate = torch.exp(mean + 0.5 * var)
         close(prediction.mean, rate)
         close(prediction.aleatoric, rate)
@@ -104,7 +105,7 @@ def poisson_below(y: float, mean: Tensor, var: Tensor) -> float:
 def test_the_quantile_of_counts_is_the_least_integer_with_enough_below(q: float) -> None:
     for seed in SEEDS:
         mean, cov = gaussian_outputs(seed, scale=1.0)
-        found = lw.Prediction(Poisson(), mean + 1.0, cov).quantile(q)
+        found = lw.Prediction(Poisson(), lw.outputs.Normal(mean + 1.0, cov)).quantile(q)
         assert torch.equal(found, found.round())
         for i, j in [(i, j) for i in range(4) for j in range(2)]:
             y, f = float(found[i, j]), (mean[i, j] + 1.0, cov[i, j, j])
@@ -127,14 +128,14 @@ def test_student_noise_has_scipys_distribution_function(nu: float) -> None:
 @pytest.mark.parametrize("likelihood", [Poisson(), lw.likelihoods.NegativeBinomial(torch.tensor([0.8, 3.0]))])
 def test_probabilities_of_counts_add_up_to_the_distribution_function(likelihood: Any) -> None:
     mean, cov = gaussian_outputs(1)
-    prediction, below = lw.Prediction(likelihood, mean, cov), torch.zeros_like(mean)
+    prediction, below = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov)), torch.zeros_like(mean)
     for k in range(12):
         y = torch.full_like(mean, k)
         below = below + prediction.pmf(y)
         close(below, prediction.cdf(y), 1e-10)
         close(lw.likelihoods.Likelihood.pmf(likelihood, mean, y), likelihood.pmf(mean, y), 1e-10)
     with pytest.raises(lw.errors.Unsupported, match="for counts"):
-        lw.Prediction(lw.likelihoods.StudentT(), mean, cov).pmf(mean)
+        lw.Prediction(lw.likelihoods.StudentT(), lw.outputs.Normal(mean, cov)).pmf(mean)
     with pytest.raises(lw.errors.Unsupported, match="a method cdf"):
         lw.likelihoods.Likelihood.pmf(lw.likelihoods.Categorical(), mean, mean)
 
@@ -144,14 +145,14 @@ def test_a_quantile_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     counted, cdf = [], lw.likelihoods.StudentT.cdf
     monkeypatch.setattr(lw.likelihoods.StudentT, "cdf", lambda *args: counted.append(1) or cdf(*args))
     mean, cov = gaussian_outputs(0, n=6)
-    prediction = lw.Prediction(lw.likelihoods.StudentT(0.3, 2.5), mean, cov)
+    prediction = lw.Prediction(lw.likelihoods.StudentT(0.3, 2.5), lw.outputs.Normal(mean, cov))
     for q in (0.001, 0.3, 0.975):
-        monkeypatch.setattr(mixture, "PIECE", 10**9)
+        monkeypatch.setattr(quantiles, "PIECE", 10**9)
         counted.clear()
         found = prediction.quantile(q)
         assert len(counted) < 30
         close(prediction.cdf(found), torch.full_like(found, q), 1e-12)
-        monkeypatch.setattr(mixture, "PIECE", 1)
+        monkeypatch.setattr(quantiles, "PIECE", 1)
         assert_close(prediction.quantile(q), found, rtol=1e-12, atol=1e-12)
 
 
@@ -159,7 +160,7 @@ def test_a_quantile_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_quantile_of_a_mixture_inverts_its_distribution_function(q: float) -> None:
     for seed in SEEDS:
         mean, cov = gaussian_outputs(seed, scale=2.0)
-        prediction = lw.Prediction(Logistic(), mean, cov)
+        prediction = lw.Prediction(Logistic(), lw.outputs.Normal(mean, cov))
         found = prediction.quantile(q)
         close(prediction.cdf(found), torch.full_like(found, q), 1e-10)
         for i, j in [(i, j) for i in range(4) for j in range(2)]:
@@ -172,24 +173,24 @@ def test_the_gaussian_by_nodes_is_the_gaussian_in_closed_form() -> None:
     """Through the mixture, as if it were not known to be Gaussian."""
     mean, cov = gaussian_outputs(0)
     likelihood = lw.likelihoods.Gaussian(0.3)
-    exact = lw.Prediction(likelihood, mean, cov)
+    exact = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov))
     line = nodes.line(mean, cov.diagonal(dim1=-2, dim2=-1))
     for q in (0.01, 0.4, 0.99):
-        close(lw.predictive.mixture.quantile(likelihood, line, q), exact.quantile(q))
+        close(quantiles.quantile(likelihood, line, q), exact.quantile(q))
         close(exact.cdf(exact.quantile(q)), torch.full_like(mean, q))
 
 
 def test_quantiles_of_gaussian_draws_are_those_of_their_mixture() -> None:
     generator = torch.Generator().manual_seed(0)
     f = torch.randn(3, 5, 2, generator=generator, dtype=torch.float64)
-    prediction = lw.Prediction(lw.likelihoods.Gaussian(0.2), f.mean(0), None, "monte_carlo", False, f)
+    prediction = lw.Prediction(lw.likelihoods.Gaussian(0.2), lw.outputs.Draws(f, f.mean(0)))
     found = prediction.quantile(0.3)
     close(torch.special.ndtr((found - f) / 0.2).mean(0), torch.full_like(found, 0.3), 1e-10)
 
 
 def test_without_a_distribution_function_quantiles_are_those_of_draws() -> None:
     mean, cov = gaussian_outputs(0)
-    known, silent = (lw.Prediction(likelihood, mean, cov) for likelihood in (Poisson(), Silent()))
+    known, silent = (lw.Prediction(likelihood, lw.outputs.Normal(mean, cov)) for likelihood in (Poisson(), Silent()))
     for q in (0.1, 0.5, 0.9):
         assert (known.quantile(q) - silent.quantile(q)).abs().max() <= 1
     with pytest.raises(lw.errors.Unsupported, match="cdf"):
@@ -199,7 +200,7 @@ def test_without_a_distribution_function_quantiles_are_those_of_draws() -> None:
 @pytest.mark.parametrize("likelihood", [Poisson(), Logistic(), lw.likelihoods.Gaussian(0.5)], ids=lambda l: l.name)
 def test_the_interval_covers_what_it_says(likelihood: Any) -> None:
     mean, cov = gaussian_outputs(3, scale=1.5)
-    prediction = lw.Prediction(likelihood, mean, cov)
+    prediction = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov))
     low, high = prediction.interval(0.8)
     close(low, prediction.quantile(0.1), 1e-12)
     close(high, prediction.quantile(0.9), 1e-12)
@@ -212,22 +213,22 @@ def test_the_interval_covers_what_it_says(likelihood: Any) -> None:
 
 def test_nonsense_is_refused() -> None:
     mean, cov = gaussian_outputs(0)
-    prediction = lw.Prediction(Poisson(), mean, cov)
+    prediction = lw.Prediction(Poisson(), lw.outputs.Normal(mean, cov))
     for level in (0.0, 1.0, math.nan):
         with pytest.raises(lw.errors.InvalidValue, match="level"):
             prediction.interval(level)
     with pytest.raises(lw.errors.InvalidValue, match="one y for each target"):
         prediction.cdf(mean[0])
     with pytest.raises(lw.errors.Unsupported, match="classes"):
-        lw.Prediction(lw.likelihoods.Categorical(), mean, cov).cdf(mean)
+        lw.Prediction(lw.likelihoods.Categorical(), lw.outputs.Normal(mean, cov)).cdf(mean)
     with pytest.raises(lw.errors.Unsupported, match="it has 'auto' and 'monte_carlo'"):
-        lw.Prediction(Poisson(), mean, cov, "probit")
+        lw.Prediction(Poisson(), lw.outputs.Normal(mean, cov), "probit")
 
 
 def test_a_narrow_likelihood_under_a_wide_posterior_is_resolved() -> None:
     """Logistic noise a hundredth as wide as f is uncertain: a coarse grid of f would be a staircase."""
     mean, cov = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1, 1), 200.0**2, dtype=torch.float64)
-    prediction = lw.Prediction(Logistic(), mean, cov)
+    prediction = lw.Prediction(Logistic(), lw.outputs.Normal(mean, cov))
     for y in (-300.0, 3.3, 150.0):
         at = torch.full((1, 1), y, dtype=torch.float64)
         z = torch.linspace(-9, 9, 400_001, dtype=torch.float64)
@@ -243,7 +244,7 @@ def test_a_narrow_likelihood_under_a_wide_posterior_is_resolved() -> None:
 def test_log_prob_of_one_count_is_its_integral() -> None:
     mean, cov = gaussian_outputs(1, c=1)
     y = torch.tensor([[0.0], [1.0], [7.0], [2.0]], dtype=torch.float64)
-    found = lw.Prediction(Poisson(), mean, cov).log_prob(y)
+    found = lw.Prediction(Poisson(), lw.outputs.Normal(mean, cov)).log_prob(y)
     for i in range(4):
         y_i = float(y[i])
         truth = on_a_grid(float(mean[i]), float(cov[i]), lambda f, y_i=y_i: stats.poisson.pmf(y_i, f.exp().numpy()))
@@ -252,7 +253,7 @@ def test_log_prob_of_one_count_is_its_integral() -> None:
 
 def test_binary_probabilities_of_one_output_are_their_integrals() -> None:
     mean, cov = gaussian_outputs(1, c=1, scale=3.0)
-    prediction = lw.Prediction(lw.likelihoods.Bernoulli(), mean, cov, "monte_carlo")
+    prediction = lw.Prediction(lw.likelihoods.Bernoulli(), lw.outputs.Normal(mean, cov), "monte_carlo")
     for i in range(4):
         truth = on_a_grid(float(mean[i]), float(cov[i]), torch.sigmoid)
         assert abs(float(prediction.mean[i]) - float(truth)) < 1e-8
@@ -283,7 +284,7 @@ NAMED = [
 @pytest.mark.parametrize("likelihood", NAMED, ids=lambda l: f"{l.name} {float(getattr(l, 'df', 0)):g}")
 def test_counts_and_heavy_tails_against_scipy(likelihood: Any) -> None:
     mean, cov = gaussian_outputs(2, n=2, scale=0.8)
-    prediction = lw.Prediction(likelihood, mean, cov)
+    prediction = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov))
     quantiles = {q: prediction.quantile(q) for q in (0.05, 0.5, 0.99)}
     for i, j in [(i, j) for i in range(2) for j in range(2)]:
         f = float(mean[i, j]), float(cov[i, j, j])
@@ -310,7 +311,7 @@ def test_student_noise_is_not_taken_for_gaussian() -> None:
     mean, cov = gaussian_outputs(2, n=2, c=1)
     likelihood = lw.likelihoods.StudentT(0.3, 5.0)
     y = mean + 4.0  # far out
-    found = lw.Prediction(likelihood, mean, cov).log_prob(y)
+    found = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov)).log_prob(y)
     for i in range(2):
         truth = on_a_grid(
             float(mean[i]), float(cov[i]), lambda f, i=i: stats.t.pdf(float(y[i]), 5.0, loc=f.numpy(), scale=0.3)
@@ -321,7 +322,7 @@ def test_student_noise_is_not_taken_for_gaussian() -> None:
 def test_ordered_classes_are_integrals_of_their_probabilities() -> None:
     mean, cov = gaussian_outputs(4, c=1, scale=2.0)
     likelihood = lw.likelihoods.Ordinal((-1.0, 0.2, 1.5))
-    prediction = lw.Prediction(likelihood, mean, cov)
+    prediction = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov))
     cuts = torch.tensor([-1.0, 0.2, 1.5], dtype=torch.float64)
     for i in range(4):
         below = [float(on_a_grid(float(mean[i]), float(cov[i]), lambda f, b=b: torch.sigmoid(b - f))) for b in cuts]
@@ -340,8 +341,8 @@ def test_preferences_have_the_links_of_classes() -> None:
     mean, cov = gaussian_outputs(5)
     for link in ("auto", "mean_field", "bridge", "monte_carlo"):
         close(
-            lw.Prediction(lw.likelihoods.BradleyTerry(), mean, cov, link).probs,
-            lw.Prediction(lw.likelihoods.Categorical(), mean, cov, link).probs,
+            lw.Prediction(lw.likelihoods.BradleyTerry(), lw.outputs.Normal(mean, cov), link).probs,
+            lw.Prediction(lw.likelihoods.Categorical(), lw.outputs.Normal(mean, cov), link).probs,
         )
 
 
@@ -354,7 +355,7 @@ def test_a_log_density_alone_is_enough_for_densities() -> None:
             return (-torch.log(torch.cosh(y - f)) - math.log(math.pi)).sum(-1)
 
     mean, cov = gaussian_outputs(2, n=2, c=1)
-    prediction = lw.Prediction(Sech(), mean, cov)
+    prediction = lw.Prediction(Sech(), lw.outputs.Normal(mean, cov))
     y = mean + 0.4
     for i in range(2):
         here = float(y[i])
@@ -389,7 +390,7 @@ def delta_by_hand(eta: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def test_heteroscedastic_moments_and_density_are_those_of_the_delta_method() -> None:
     for seed in SEEDS:
         eta, cov = natural_outputs(seed)
-        prediction = lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), eta, cov)
+        prediction = lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), lw.outputs.Normal(eta, cov))
         y = torch.randn(3, 2, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         for i in range(3):
             mean, spread, noise = delta_by_hand(eta[i], cov[i])
@@ -405,7 +406,7 @@ def test_heteroscedastic_joint_density_is_that_of_all_targets_together() -> None
     generator = torch.Generator().manual_seed(4)
     root = 0.05 * torch.randn(12, 12, generator=generator, dtype=torch.float64)
     cov = (root @ root.mT).reshape(3, 4, 3, 4)
-    prediction = lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), eta, cov, joint=True)
+    prediction = lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), lw.outputs.Normal(eta, cov, joint=True))
     D = torch.block_diag(
         *(torch.cat([torch.diag(-0.5 / e[2:]), torch.diag(e[:2] / (2 * e[2:].square()))], 1) for e in eta)
     )
@@ -420,7 +421,8 @@ def test_heteroscedastic_joint_density_is_that_of_all_targets_together() -> None
 def test_heteroscedastic_draws_agree_with_the_delta_method_where_the_posterior_is_narrow() -> None:
     eta, cov = natural_outputs(0, scale=0.01)
     delta, drawn = (
-        lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), eta, cov, link) for link in ("auto", "monte_carlo")
+        lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), lw.outputs.Normal(eta, cov), link)
+        for link in ("auto", "monte_carlo")
     )
     assert_close(drawn.mean, delta.mean, rtol=1e-2, atol=1e-3)
     assert_close(drawn.epistemic, delta.epistemic, rtol=0.03, atol=0)
@@ -433,7 +435,7 @@ def test_heteroscedastic_draws_agree_with_the_delta_method_where_the_posterior_i
 @pytest.mark.parametrize("link", ["auto", "monte_carlo"])
 def test_heteroscedastic_samples_have_the_moments_of_their_link(link: str) -> None:
     eta, cov = natural_outputs(0, scale=0.03)
-    prediction, s = lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), eta, cov, link), 40_000
+    prediction, s = lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), lw.outputs.Normal(eta, cov), link), 40_000
     y = prediction.sample(s, torch.Generator().manual_seed(2))
     assert y.shape == (s, 3, 2)
     assert ((y.mean(0) - prediction.mean).abs() < 5 * (prediction.total / s).sqrt() + 2e-3).all()
@@ -443,19 +445,21 @@ def test_heteroscedastic_samples_have_the_moments_of_their_link(link: str) -> No
 def test_draws_outside_of_a_likelihood_are_left_out_and_said() -> None:
     eta = torch.tensor([[0.5, -0.1]], dtype=torch.float64)
     cov = torch.tensor([[[0.01, 0.0], [0.0, 0.0025]]], dtype=torch.float64)  # η₂ = −0.1 ± 0.05: 2.3 % are positive
-    prediction = lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), eta, cov, "monte_carlo")
+    prediction = lw.Prediction(lw.likelihoods.HeteroscedasticGaussian(), lw.outputs.Normal(eta, cov), "monte_carlo")
     with pytest.warns(lw.errors.LapwingWarning, match=r"up to 2\.\d % of the draws"):
         assert (prediction.aleatoric > 0).all()
     assert torch.isfinite(prediction.sample(2_000)).all()
     y = torch.ones(1, 1, dtype=torch.float64)
-    sixth = replace(prediction, cov=torch.tensor([[[0.01, 0.0], [0.0, 0.01]]], dtype=torch.float64))  # are positive
+    few = torch.tensor([[[0.01, 0.0], [0.0, 0.01]]], dtype=torch.float64)
+    sixth = replace(prediction, outputs=lw.outputs.Normal(prediction.f_mean, few))  # of which a sixth are positive
     a, b = torch.linspace(-0.2, 1.2, 301).double(), torch.linspace(-0.9, -1e-9, 3_001).double()
     grid = torch.stack(torch.meshgrid(a, b, indexing="ij"), -1).reshape(-1, 2)
     weight = (-50 * (grid - eta).square().sum(-1)).softmax(0)  # over what is left
     truth = (weight * prediction.likelihood.log_prob(grid, y.expand(len(grid), 1)).exp()).sum().log()
     with pytest.warns(lw.errors.LapwingWarning, match="up to 16 % of the draws"):
         assert abs(float(sixth.log_prob(y)) - float(truth)) < 0.03
-    wide = replace(prediction, cov=1e-12 * cov, f_mean=torch.tensor([[0.5, 0.1]], dtype=torch.float64))
+    certain = lw.outputs.Normal(torch.tensor([[0.5, 0.1]], dtype=torch.float64), 1e-12 * cov)
+    wide = replace(prediction, outputs=certain)
     with pytest.raises(lw.errors.InvalidValue, match="no draw"):
         wide.mean  # noqa: B018
     with pytest.raises(lw.errors.InvalidValue, match="gave none"):
@@ -472,7 +476,9 @@ def test_the_density_of_targets_with_their_noise_is_gaussian(joint: bool) -> Non
     cov = whole.reshape(3, 2, 3, 2)
     each = torch.stack([cov[i, :, i] for i in range(3)])
     likelihood = lw.likelihoods.KnownNoise()
-    found = lw.Prediction(likelihood, mean, cov if joint else each, joint=joint).log_prob(likelihood.pack(y, noise))
+    found = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov if joint else each, joint=joint)).log_prob(
+        likelihood.pack(y, noise)
+    )
     if joint:
         total = whole + noise.reshape(-1).square().diag()
         close(found, MultivariateNormal(mean.reshape(-1), total).log_prob(y.reshape(-1)))
@@ -493,7 +499,7 @@ def test_a_slice_of_a_prediction_is_the_prediction_at_those_inputs(joint: bool) 
     close(part.covariance, expected.covariance)
     close(part.mean, expected.mean)
     drawn = la.predict(x, via="network", joint=joint)
-    assert drawn[2:5].outputs.shape == (64, 3, 2)
+    assert drawn[2:5].outputs.values.shape == (64, 3, 2)
     close(drawn[2:5].f_var, drawn.f_var[2:5])
     with pytest.raises(lw.errors.InvalidValue, match="slice"):
         part[0]
@@ -506,9 +512,9 @@ def test_means_that_the_likelihood_cannot_take_are_left_to_draws() -> None:
     cov = torch.diag_embed(torch.tensor([[0.01, 0.01], [0.04, 0.09]], dtype=torch.float64))
     y = torch.tensor([[0.4], [-0.5]], dtype=torch.float64)
     with pytest.raises(lw.errors.InvalidValue, match=r"1 of 2 mean outputs are outside .* use mean='network'"):
-        lw.Prediction(likelihood, mean, cov)
+        lw.Prediction(likelihood, lw.outputs.Normal(mean, cov))
     with pytest.warns(lw.errors.LapwingWarning, match="are left out"):
-        found = lw.Prediction(likelihood, mean, cov, link="monte_carlo").log_prob(y)
+        found = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov), "monte_carlo").log_prob(y)
     draws = MultivariateNormal(mean, cov).sample((200_000,))
     inside = draws[:, 1, 1] < 0
     p = likelihood.log_prob(draws[inside], y.expand(int(inside.sum()), 2, 1))[:, 1].exp()

@@ -27,7 +27,7 @@ def prediction(kind: str, n: int = 7, c: int = 3, joint: bool = False) -> lw.Pre
         "bernoulli": lw.likelihoods.Bernoulli(),
         "poisson": lw.likelihoods.Poisson(),
     }
-    return lw.Prediction(made[kind], mean, cov, joint=joint)
+    return lw.Prediction(made[kind], lw.outputs.Normal(mean, cov, joint=joint))
 
 
 KINDS = ("gaussian", "categorical", "bernoulli", "poisson")
@@ -63,19 +63,23 @@ def test_text_and_table_show_the_same_numbers(kind: str) -> None:
 def test_a_few_inputs_show_no_ellipsis_and_positions_are_told() -> None:
     assert "..." not in repr(prediction("gaussian", n=2, c=2))
     f = torch.zeros(2, 4, 3, dtype=torch.float64)
-    pred = lw.Prediction(lw.likelihoods.Gaussian(1.0), f, torch.zeros(2, 4, 3, 3, dtype=torch.float64))
+    pred = lw.Prediction(
+        lw.likelihoods.Gaussian(1.0), lw.outputs.Normal(f, torch.zeros(2, 4, 3, 3, dtype=torch.float64))
+    )
     assert "2 inputs, 3 outputs at 4 positions" in repr(pred)
 
 
 def test_what_is_not_known_is_left_out() -> None:
     known = lw.likelihoods.KnownNoise()
-    pred = lw.Prediction(known, torch.ones(2, 1).double(), torch.ones(2, 1, 1).double())
+    pred = lw.Prediction(known, lw.outputs.Normal(torch.ones(2, 1).double(), torch.ones(2, 1, 1).double()))
     assert "epistemic std" in repr(pred)
     assert " std " not in repr(pred).replace("epistemic std", "")
     assert set(pred.to_numpy()) == {"mean", "epistemic", "f_mean", "f_var"}
     with pytest.raises(lw.errors.Unsupported, match="not known"):
         pred.std  # noqa: B018
-    cauchy = lw.Prediction(lw.likelihoods.StudentT(1.0, 1.0), torch.ones(2, 1).double(), torch.ones(2, 1, 1).double())
+    cauchy = lw.Prediction(
+        lw.likelihoods.StudentT(1.0, 1.0), lw.outputs.Normal(torch.ones(2, 1).double(), torch.ones(2, 1, 1).double())
+    )
     assert "studentt" in repr(cauchy)
 
 

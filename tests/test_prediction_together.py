@@ -47,7 +47,7 @@ def test_over_all_labels_it_adds_up_to_one(kind: str, n: int, c: int) -> None:
         else:
             likelihood = lw.likelihoods.Bernoulli()
             labels = [torch.tensor(bits).reshape(n, c) for bits in itertools.product((0, 1), repeat=n * c)]
-        prediction = lw.Prediction(likelihood, mean, cov.reshape(n, c, n, c), joint=True)
+        prediction = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov.reshape(n, c, n, c), joint=True))
         total = sum(float(prediction.log_prob(y).exp()) for y in labels)
         assert abs(total - 1) < 0.02
 
@@ -64,7 +64,7 @@ def test_many_targets_of_one_output_are_an_integral_over_a_line(kind: str, n: in
     std, g = 3.0, torch.Generator().manual_seed(1)
     y = likelihood.sample(torch.full((n, 1), 1.7, dtype=torch.float64), g)
     mean, cov = torch.zeros(n, 1, dtype=torch.float64), torch.full((n, 1, n, 1), std**2, dtype=torch.float64)
-    found = lw.Prediction(likelihood, mean, cov, joint=True).log_prob(y)
+    found = lw.Prediction(likelihood, lw.outputs.Normal(mean, cov, joint=True)).log_prob(y)
     f = torch.linspace(-8 * std, 8 * std, 40_001, dtype=torch.float64)
     each = sum(likelihood.log_prob(f.unsqueeze(-1), one.expand(len(f), 1)) for one in y)
     truth = torch.logsumexp(each - 0.5 * (f / std).square(), 0) + math.log(float(f[1] - f[0]))
@@ -79,7 +79,7 @@ def test_a_heteroscedastic_density_counts_only_what_can_be() -> None:
     cov = torch.tensor([[[[0.2, 0.02]], [[0.02, 0.03]]]], dtype=torch.float64).reshape(1, 2, 1, 2)
     likelihood = lw.likelihoods.HeteroscedasticGaussian()
     y = torch.tensor([[1.3]], dtype=torch.float64)
-    found = lw.Prediction(likelihood, eta, cov, "monte_carlo", joint=True).log_prob(y)
+    found = lw.Prediction(likelihood, lw.outputs.Normal(eta, cov, joint=True), "monte_carlo").log_prob(y)
     a, b = torch.linspace(-4, 5, 1_501).double(), torch.linspace(-1.7, -1e-6, 1_501).double()
     grid = torch.stack(torch.meshgrid(a, b, indexing="ij"), -1).reshape(-1, 2)
     weight = MultivariateNormal(eta[0], cov.reshape(2, 2)).log_prob(grid).softmax(0)

@@ -21,7 +21,9 @@ from lapwing.curvature import Kronecker
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Categorical, Gaussian
 from lapwing.operators import linalg
-from lapwing.predictive import predict, pushforward
+from lapwing.outputs import WIDE
+from lapwing.predictive import predict
+from lapwing.push import runs
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
@@ -206,7 +208,7 @@ def test_the_joint_density_over_positions_is_that_of_all_targets_together() -> N
 
 
 def test_a_joint_covariance_that_would_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushforward, "physical_memory", lambda: 100)
+    monkeypatch.setattr(runs, "physical_memory", lambda: 100)
     for structure in ("kron", lw.curvature.Full("dual")):
         la = lw.laplace(network("mlp"), (numbers(7, 4), numbers(7, 2)), Gaussian(0.4), structure=structure)
         with pytest.raises(InvalidValue, match="joint covariance of 10 outputs"):
@@ -218,10 +220,10 @@ def test_a_joint_covariance_that_would_not_fit_is_refused(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_memory_budget_does_not_matter(name: str, structure: str, budget: int) -> None:
     la, x = with_prior(fitted(name, structure), "per unit"), NETWORKS[name][1](11, 3)
-    tight = predict(la.tangent, la.posterior, la.likelihood, x, memory_budget=budget)
+    tight = predict(la.posterior, la.likelihood, x, memory_budget=budget)
     close(tight.covariance, la.predict(x).covariance)
     if name != "words":
-        tight = predict(la.tangent, la.posterior, la.likelihood, x, joint=True, memory_budget=budget)
+        tight = predict(la.posterior, la.likelihood, x, joint=True, memory_budget=budget)
         close(tight.covariance, la.predict(x, joint=True).covariance)
 
 
@@ -234,7 +236,7 @@ def test_an_input_is_predicted_alike_alone_and_among_others(
     la, x = fitted(name, structure), NETWORKS[name][1](7, 3)
     whole = la.predict(x).covariance
     close(torch.cat([la.predict(x[i : i + 1]).covariance for i in range(7)]), whole)
-    monkeypatch.setattr(pushforward, "LARGEST", 3)
+    monkeypatch.setattr(runs, "LARGEST", 3)
     close(la.predict(x).covariance, whole)
     close(la.predict(x).f_mean, la.tangent(x))
 
@@ -326,7 +328,7 @@ def test_via_the_network_runs_it_at_drawn_weights(name: str, structure: str) -> 
     outputs = torch.stack(
         [torch.func.functional_call(net, {n: d[s] for n, d in draws.items()}, (x,)).detach() for s in range(6)]
     )
-    close(found.outputs, outputs)
+    close(found.outputs.values, outputs)
     close(found.f_mean, outputs.mean(0))
     away = outputs - outputs.mean(0)
     close(found.covariance, torch.einsum("s...a,s...b->...ab", away, away) / 5)
@@ -334,15 +336,15 @@ def test_via_the_network_runs_it_at_drawn_weights(name: str, structure: str) -> 
 
 @pytest.mark.parametrize("structure", ["kron", "diag"])
 def test_many_outputs_are_predicted_by_draws_of_the_tangent_model(structure: str) -> None:
-    net, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, pushforward.MANY + 1)).double(), numbers(4, 2)
-    y = integers(pushforward.MANY + 1, 4)
+    net, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, WIDE + 1)).double(), numbers(4, 2)
+    y = integers(WIDE + 1, 4)
     la = lw.laplace(net, (x, y), Categorical(), structure=structure, factor="empirical")
     found = la.predict(x, samples=5, generator=torch.Generator().manual_seed(1))
     z = la.posterior.draw(5, torch.Generator().manual_seed(1)) - la.posterior.mean
     J = la.tangent.rows(x)
-    close(found.outputs, la.tangent(x) + torch.einsum("ncp,sp->snc", J, z))
+    close(found.outputs.values, la.tangent(x) + torch.einsum("ncp,sp->snc", J, z))
     close(found.f_mean, la.tangent(x))
-    assert found.f_var.shape == (4, pushforward.MANY + 1)
+    assert found.f_var.shape == (4, WIDE + 1)
     with pytest.raises(Unsupported, match="too many for a covariance"):
         found.covariance  # noqa: B018
 

@@ -286,7 +286,6 @@ class Laplace:
         warn_unfit(self._training_nll, stacklevel=2)
         inputs = tree.moved(inputs_of(x), self.tangent.device)
         return predict(
-            self.tangent,
             self._spread,
             self.likelihood.plain,
             inputs,
@@ -306,14 +305,14 @@ class Laplace:
             return self.tuning.train_nll
         if self.data is None or ranks_of(self.data).group is not None:  # which may be gone by now
             return ()
-        return training_nll(self.tangent, self._spread, self.likelihood, self.data, self.memory_budget)
+        return training_nll(self._spread, self.likelihood, self.data, self.memory_budget)
 
     def _compared(self) -> Laplace:
         """With the posterior held to some training data, which the record keeps; it warns where it does not fit them.
         Samples of matrix_free are not solved for only for that: its predictions compare."""
         if self.data is None or self.streams or self.tuning is None:
             return self
-        nll = training_nll(self.tangent, self._spread, self.likelihood, self.data, self.memory_budget)
+        nll = training_nll(self._spread, self.likelihood, self.data, self.memory_budget)
         warn_unfit(nll, stacklevel=4)
         out = replace(self, tuning=replace(self.tuning, train_nll=nll))
         out.__dict__["_spread"] = self._spread  # its factorization is made
@@ -336,7 +335,7 @@ class Laplace:
         `functions(x)` are outputs (n, *f.shape). mean: that they are about, as in predict."""
         moved = _mean(mean) == "tangent" and self.center == "tangent"
         center = self.tangent_map.vector if moved else None
-        return function_samples(self.tangent, self._spread, n, generator, center)
+        return function_samples(self._spread, n, generator, center)
 
     # -- how good it is -------------------------------------------------------------------------------------------
 

@@ -217,10 +217,10 @@ def _left_out(reader: Reader, seen: Probe, near: Any, k: int, generator: torch.G
     found = Sample({}, torch.zeros(0), torch.zeros(0))
     if state.tangent.separable(seen.inputs) and state.n >= FEWEST:
         parts = () if isinstance(near, RootPlusDiagonal) else state.parts
-        posterior = Gaussian(state.tangent.theta.to(torch.float64), near, state.layout, parts)
+        posterior = Gaussian(state.tangent, state.tangent.theta.to(torch.float64), near, parts)
 
         def sizes(x: Any, y: Tensor) -> Tensor:
-            return sizes_of(posterior, state.tangent, likelihood, x, y, budget)
+            return sizes_of(posterior, likelihood, x, y, budget)
 
         few = seen.outputs * seen.positions <= FEW_COLUMNS
         start = sum(ranks.gather(own, "examples of each rank")[: ranks.rank])

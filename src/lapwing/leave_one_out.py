@@ -31,9 +31,8 @@ from lapwing.distributed import Ranks
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.posterior import Gaussian, condition
-from lapwing.predictive.pushforward import latent
+from lapwing.push import At, push
 from lapwing.solvers import cg
-from lapwing.tangent import TangentModel
 
 WORK = 10**12  # operations of the factorizations without an example, past which the structure stays as fitted
 EXACT = 1e-10  # residual of solves that take a handful of steps
@@ -200,9 +199,10 @@ def sample(
     return Sample({place: one[:2] for place, one in kept.items()}, weights, found[1].long())
 
 
-def sizes_of(near: Gaussian, tangent: TangentModel, likelihood: Likelihood, x: Any, y: Tensor, budget: int) -> Tensor:
+def sizes_of(near: Gaussian, likelihood: Likelihood, x: Any, y: Tensor, budget: int) -> Tensor:
     """tr C / (1 − h) of each example, (n,): about its variance left out, by a posterior near the true; h = ‖SᵀC S‖₂."""
-    f, cov = latent(tangent, near, x, False, budget)
+    made = push(near.precision, At(near.tangent, x, budget=budget, parts=near.parts))
+    f, cov = made.mean, made.covariance
     cov = cov.reshape(-1, *cov.shape[-2:]).to(torch.float64)  # (n q, c, c)
     S = likelihood.scaled_root(flat_outputs(f), flat_targets(f, y)).to(cov)
     leverage = torch.linalg.eigvalsh(S.mT @ cov @ S)[..., -1]

@@ -26,7 +26,7 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.products import gauss_newton
 from lapwing.curvature.rows import RowMaker
 from lapwing.errors import InvalidValue
-from lapwing.predictive.pushforward import runs
+from lapwing.push import in_pieces
 from lapwing.solvers.lanczos import krylov
 from lapwing.solvers.product import steady
 from lapwing.solvers.sketch import Hartley
@@ -62,7 +62,7 @@ class Score:
         loading.check_finite(inputs, "the inputs")
         maker = RowMaker(self.tangent, cover(self.tangent, inputs))
         out = []
-        for piece, record in runs(self.tangent, maker.run, inputs, False, self.memory_budget):
+        for piece, record in in_pieces(self.tangent, maker.run, inputs, False, self.memory_budget):
             outputs = record.f[0].numel()
             eye = torch.eye(outputs, dtype=record.f.dtype, device=record.f.device)
             u = eye.reshape(outputs, *record.f.shape[1:]).expand(len(record.f), outputs, *record.f.shape[1:])

@@ -65,7 +65,7 @@ def predictions(case: Case, la: Any, P: Tensor, live: Tensor, tolerance: float) 
 def samples(case: Case, la: Any, pred: Any, expected: Tensor, scale: float) -> None:
     """Matrix-free predictions are of samples: variances within seven standard errors."""
     variance = expected.diagonal(dim1=-2, dim2=-1)
-    error = (2 / pred.samples) ** 0.5 * variance + 1e-9 * scale + 1e-12
+    error = (2 / pred.outputs.samples) ** 0.5 * variance + 1e-9 * scale + 1e-12
     off = float(((pred.f_var.double() - variance).abs() / error).max())
     if off > 7:
         raise Difference(f"matrix-free variances are those of the posterior: {off:.1f} standard errors away")

@@ -33,8 +33,8 @@ from lapwing.doctor.training import log_prob_and_gradient
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import condition
 from lapwing.predictive import predict
-from lapwing.predictive.pushforward import LARGEST
 from lapwing.priors import Gaussian
+from lapwing.push import LARGEST
 from lapwing.tangent import TangentModel
 
 QUICK = 0.2  # seconds that one kind of trial may take, about
@@ -247,11 +247,11 @@ def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> Pr
 
     def run(n: int) -> Any:
         share = max(2**16, budget * n // LARGEST)
-        return predict(tangent, posterior, likelihood, _tiled(x, n) if cuts else x, memory_budget=share)
+        return predict(posterior, likelihood, _tiled(x, n) if cuts else x, memory_budget=share)
 
     def bytes_of(n: int) -> tuple[int, int]:
         peak, out = counted(lambda: run(n), _known(tangent, (x, None)))
-        return peak, sum(t.numel() * t.element_size() for t in vars(out).values() if isinstance(t, Tensor)) // n
+        return peak, sum(t.numel() * t.element_size() for t in vars(out.outputs).values() if isinstance(t, Tensor)) // n
 
     cuts = tangent.separable(x)
     n = _affordable(run, 4, LARGEST, tangent.device) if cuts else len(tangent(x))

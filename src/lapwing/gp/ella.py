@@ -30,9 +30,10 @@ from lapwing.curvature.rows import StreamedRows
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal, RootPlusDiagonal, linalg
+from lapwing.outputs import Normal
 from lapwing.predictive import Prediction
-from lapwing.predictive.sampled import pushed
 from lapwing.priors import Gaussian
+from lapwing.push import pushed
 from lapwing.tangent import TangentModel
 
 TOGETHER = 32  # anchors whose rows are made at once
@@ -123,7 +124,7 @@ class Ella:
         half = torch.linalg.solve_triangular(factor, features.flatten(1).to(factor), upper=False)
         half = half.reshape(features.shape)
         cov = torch.einsum("kna,kmb->namb" if joint else "k...a,k...b->...ab", half, half)
-        return Prediction(self.likelihood.plain, f, cov.to(f), link, joint)
+        return Prediction(self.likelihood.plain, Normal(f, cov.to(f), joint), link)
 
     def __call__(self, x: Any) -> Prediction:
         return self.predict(x)

@@ -12,6 +12,7 @@ from lapwing.likelihoods.known_noise import KnownNoise
 from lapwing.likelihoods.ordinal import Ordinal
 from lapwing.likelihoods.preference import BradleyTerry, Pairs
 from lapwing.likelihoods.reweighted import ClassWeighted, Ignoring, Weighted
+from lapwing.likelihoods.several import Several
 from lapwing.likelihoods.soft import LabelSmoothing, SoftLabels
 from lapwing.likelihoods.student import StudentT
 
@@ -34,6 +35,7 @@ __all__ = [
     "Ordinal",
     "Pairs",
     "Poisson",
+    "Several",
     "SoftLabels",
     "StudentT",
     "Weighted",

@@ -75,6 +75,19 @@ class Likelihood:
         """The likelihood of new targets, where those of the fit were weighted or smoothed."""
         return self
 
+    def at(self, source: Tensor | None) -> Likelihood:
+        """The likelihood at nodes of f (s, ...) from these sources: the same at all, unless there are several."""
+        return self
+
+    @property
+    def distinct(self) -> tuple[Likelihood, ...]:
+        """Those that there are: itself, unless there are several."""
+        return (self,)
+
+    def some(self, start: int, stop: int) -> Likelihood:
+        """That of some of the sources of f."""
+        return self
+
     @property
     def unit(self) -> Any:
         """The same at unit scale."""

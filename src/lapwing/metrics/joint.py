@@ -20,6 +20,7 @@ from torch import Tensor
 from lapwing.errors import InvalidValue
 from lapwing.metrics.inputs import DRAWS, class_probs, tensor
 from lapwing.metrics.scores import mean_or_each
+from lapwing.outputs import Normal
 from lapwing.predictive import Prediction
 
 
@@ -34,7 +35,8 @@ def dyadic(log_probs: Tensor, kappa: int, tau: int | None = None, generator: tor
         raise InvalidValue(f"log-probabilities must be (s, n), one row a draw, got {tuple(given.shape)}")
     if bool((given.isnan() | (given == math.inf)).any()):
         raise InvalidValue("log-probabilities hold NaN or +inf; give finite ones, or -inf for a probability of 0")
-    return _together(given, *_sets(given.shape[1], kappa, tau, generator))
+    equal = torch.full((len(given), 1), -math.log(len(given)), dtype=torch.float64, device=given.device)
+    return _together(given, *_sets(given.shape[1], kappa, tau, generator), equal)
 
 
 @overload
@@ -76,7 +78,7 @@ def joint_log_likelihood(
     of its own.
     """
     exact = isinstance(predicted, Prediction) and predicted.gaussian
-    drawn = not isinstance(predicted, Prediction) or predicted.outputs is not None
+    drawn = not isinstance(predicted, Prediction) or predicted.drawn
     if draws is not None and (drawn or exact or draws < 1):
         why = "it comes as draws" if drawn else "it is exact" if exact else "at least one is needed"
         raise InvalidValue(f"draws={draws} cannot be made of this prediction: {why}; leave draws out")
@@ -98,9 +100,14 @@ def joint_log_likelihood(
     anchors, counts = _sets(len(y), kappa, tau, generator)  # before any draw of f, so that all models get the same sets
     if predicted.gaussian:
         return mean_or_each(_exact(predicted, y, anchors, counts), each)
-    f = predicted.outputs if predicted.outputs is not None else predicted.f_sample(draws or DRAWS, generator)
-    log_probs = predicted.likelihood.log_prob(f.double(), y.expand(len(f), *y.shape))
-    return mean_or_each(_together(log_probs, anchors, counts), each)
+    if drawn:
+        some = predicted.outputs.nodes(torch.arange(len(y), device=y.device), None)
+        f, source, log_weight = some.f, some.source, some.log_weight[:, :1]
+    else:
+        f, source = predicted.outputs.sample(draws or DRAWS, generator)
+        log_weight = f.new_full((len(f), 1), -math.log(len(f)), dtype=torch.float64)
+    log_probs = predicted.likelihood.at(source).log_prob(f.double(), y.expand(len(f), *y.shape))
+    return mean_or_each(_together(log_probs, anchors, counts, log_weight), each)
 
 
 def _sets(n: int, kappa: int, tau: int | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -118,12 +125,12 @@ def _sets(n: int, kappa: int, tau: int | None, generator: torch.Generator | None
     return torch.cat([order, order[: sets * kappa - n]]).reshape(sets, kappa), counts
 
 
-def _together(log_probs: Tensor, anchors: Tensor, counts: Tensor) -> Tensor:
-    """logsumexp_s Σ_i n_i log p_s(y_i) − log S of each set."""
+def _together(log_probs: Tensor, anchors: Tensor, counts: Tensor, log_weight: Tensor) -> Tensor:
+    """logsumexp_s (log w_s + Σ_i n_i log p_s(y_i)) of each set, for log-weights (s, 1)."""
     counts = counts.to(log_probs.device)
     chosen = log_probs.double()[:, anchors.to(log_probs.device)]  # (s, sets, κ)
     terms = torch.where(counts > 0, counts * chosen, 0.0)  # an anchor that was not drawn does not count, even at -inf
-    return torch.logsumexp(terms.sum(-1), 0) - math.log(len(log_probs))
+    return torch.logsumexp(terms.sum(-1) + log_weight, 0)
 
 
 def _exact(predicted: Prediction, y: Tensor, anchors: Tensor, counts: Tensor) -> Tensor:
@@ -132,5 +139,5 @@ def _exact(predicted: Prediction, y: Tensor, anchors: Tensor, counts: Tensor) ->
     for set_anchors, times in zip(anchors, counts, strict=True):
         i = set_anchors.repeat_interleave(times).to(y.device)
         cov = predicted.covariance[i][:, :, i]
-        out.append(Prediction(predicted.likelihood, predicted.f_mean[i], cov, joint=True).log_prob(y[i]))
+        out.append(Prediction(predicted.likelihood, Normal(predicted.f_mean[i], cov, joint=True)).log_prob(y[i]))
     return torch.stack(out)

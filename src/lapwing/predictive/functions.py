@@ -18,7 +18,7 @@ from torch import Tensor
 from lapwing import given, tree
 from lapwing.data import check_finite, inputs_of
 from lapwing.posterior import Gaussian
-from lapwing.predictive.sampled import pushed
+from lapwing.push import pushed
 from lapwing.tangent import TangentModel
 
 
@@ -47,7 +47,6 @@ class FunctionSamples:
 @torch.inference_mode(False)
 @torch.no_grad()
 def function_samples(
-    tangent: TangentModel,
     posterior: Gaussian,
     n: int = 1,
     generator: torch.Generator | None = None,
@@ -55,5 +54,5 @@ def function_samples(
 ) -> FunctionSamples:
     """n functions drawn about f(x), or about h(x, v̄) where a center v̄ is given."""
     n = given.whole(n, "the number of functions", 1)
-    z = posterior.draw(n, generator) - posterior.mean
+    z, tangent = posterior.draw(n, generator) - posterior.mean, posterior.tangent
     return FunctionSamples(tangent, z if center is None else z + (center - tangent.theta.to(center)))

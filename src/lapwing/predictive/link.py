@@ -17,7 +17,6 @@ told by its `response`, and a rule more is an entry of CLOSED.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -28,7 +27,6 @@ from lapwing.errors import Unsupported
 from lapwing.likelihoods import Likelihood
 
 LINKS = ("auto", "exact", "delta", "probit", "probit_centered", "mean_field", "bridge", "monte_carlo")
-DRAWS = 512
 
 
 def resolve(likelihood: Likelihood, link: str) -> str:
@@ -50,11 +48,9 @@ def rules(likelihood: Likelihood) -> tuple[str, ...]:
     return (*CLOSED.get(likelihood.response, {}), *drawn)
 
 
-def closed_form(likelihood: Likelihood, link: str, mean: Tensor, cov: Tensor) -> Tensor | None:
-    """E[y] by a link in closed form; None where the link is monte_carlo."""
+def closed_form(likelihood: Likelihood, link: str, mean: Tensor, cov: Tensor) -> Tensor:
+    """E[y] by a link in closed form."""
     link = resolve(likelihood, link)
-    if link == "monte_carlo":
-        return None
     return likelihood.mean(mean) if link in ("exact", "delta") else CLOSED[likelihood.response][link](mean, cov)
 
 
@@ -106,22 +102,3 @@ CLOSED: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {"softmax": torch.log, "sigmoid": torch.logit}  # f with E[y|f] = p
-
-
-@functools.lru_cache(maxsize=8)
-def quasi_normal(draws: int, dims: int) -> Tensor:
-    """Fixed scrambled Sobol points turned normal, (draws, dims) float64: the same for every prediction."""
-    if dims > torch.quasirandom.SobolEngine.MAXDIM:
-        return torch.randn(draws, dims, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    points = torch.quasirandom.SobolEngine(dims, scramble=True, seed=0).draw(draws, dtype=torch.float64)
-    return math.sqrt(2) * torch.erfinv((2 * points - 1).clamp(-1 + 1e-12, 1 - 1e-12))
-
-
-def psd_root(cov: Tensor) -> Tensor:
-    """L with L Lᵀ = V for positive semidefinite V (..., c, c): Cholesky, or the eigenvector root where singular."""
-    root, info = torch.linalg.cholesky_ex(cov)
-    if bool((info > 0).any()):
-        values, vectors = torch.linalg.eigh(cov)
-        eigen = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
-        root = torch.where((info > 0)[..., None, None], eigen, root)
-    return root

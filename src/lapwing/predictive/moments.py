@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing.likelihoods import Likelihood
-from lapwing.predictive.nodes import Nodes
+from lapwing.outputs import Nodes
 
 
 def mean_and_spread(likelihood: Likelihood, nodes: Nodes) -> Tensor:

@@ -18,32 +18,30 @@ from torch import Tensor
 from lapwing.data import passes, ranks_of
 from lapwing.errors import LapwingWarning
 from lapwing.likelihoods import Likelihood
+from lapwing.outputs import WIDE
 from lapwing.posterior import Gaussian
-from lapwing.predictive.prediction import Prediction
-from lapwing.predictive.pushforward import MANY, predict
-from lapwing.tangent import TangentModel
+from lapwing.predictive.predicting import predict
 from lapwing.tree import rows_of
 
 EXAMPLES = 64  # of the first batch
 NATS = 0.1  # a row, that a posterior may lose at the least; beyond, no more than its network's own
 
 
-def training_nll(
-    tangent: TangentModel, posterior: Gaussian, likelihood: Likelihood, batches: Any, budget: int
-) -> tuple[float, ...]:
+def training_nll(posterior: Gaussian, likelihood: Likelihood, batches: Any, budget: int) -> tuple[float, ...]:
     """The mean −log p of a row under the posterior, and under the network alone, on some training data; () where it is
     not compared: no classes, or predictions that are not cheap (many outputs, inputs that cannot be cut)."""
     if not likelihood.classes:
         return ()
     ranks = ranks_of(batches)
     with ranks.sharing_errors("predicting training data"), torch.no_grad():
-        sums = _sums(tangent, posterior, likelihood, batches, budget)
+        sums = _sums(posterior, likelihood, batches, budget)
     mine, network, rows = ranks.total([sums], "the fit of training data")[0].tolist()
     return (mine / rows, network / rows) if rows else ()
 
 
-def _sums(tangent: TangentModel, posterior: Gaussian, likelihood: Likelihood, batches: Any, budget: int) -> Tensor:
+def _sums(posterior: Gaussian, likelihood: Likelihood, batches: Any, budget: int) -> Tensor:
     """Σ −log p of the posterior, of the network, and the number of rows, (3,)."""
+    tangent = posterior.tangent
     first = next(passes(batches, tangent.device), None)
     if first is None:
         return torch.zeros(3, dtype=torch.float64)
@@ -51,19 +49,13 @@ def _sums(tangent: TangentModel, posterior: Gaussian, likelihood: Likelihood, ba
     if tangent.separable(x):
         x, y = rows_of(x, slice(0, EXAMPLES)), y[:EXAMPLES]
     positions, outputs = tangent.output_shape(x)
-    if len(y) > EXAMPLES or positions * outputs > MANY:
+    if len(y) > EXAMPLES or positions * outputs > WIDE:
         return torch.zeros(3, dtype=torch.float64)
-    made = predict(tangent, posterior, likelihood.plain, x, memory_budget=budget)
+    made = predict(posterior, likelihood.plain, x, memory_budget=budget)
     made = replace(made, likelihood=likelihood)  # the targets are those of the fit: weighted, ignored
-    mine, network = made.log_prob(y), _certain(made).log_prob(y)
+    certain = replace(made, outputs=made.outputs.scaled(0.0))
+    mine, network = made.log_prob(y), certain.log_prob(y)
     return -torch.tensor([float(mine.sum()), float(network.sum()), -len(y) * positions], dtype=torch.float64)
-
-
-def _certain(made: Prediction) -> Prediction:
-    """The same prediction without its spread: the network's own."""
-    if made.outputs is not None:
-        return replace(made, outputs=made.f_mean.unsqueeze(0))
-    return replace(made, cov=torch.zeros_like(made.covariance))
 
 
 def unfit(nll: tuple[float, ...]) -> str:

@@ -1,11 +1,12 @@
-"""A prediction: a Gaussian over the network's outputs f at some inputs, and what it says of y.
+"""A prediction: a distribution over the network's outputs f at some inputs, and what it says of y.
 
 Law of total variance, Var[y] = Var_f(E[y|f]) + E_f[Var(y|f)]:   total = epistemic + aleatoric.
-For a Gaussian likelihood all parts are exact; where its mean or noise is another function of f, they are those of the
-delta method (link "delta"). Elsewhere all fields are sums over one set of nodes of f, so that none contradicts another:
-for classes total = mean (1 − mean), H(mean) = expected entropy + mutual information, log p(y) = log mean_y. A link in
-closed form that is asked for by name has its own mean, from which total, entropy and log p(y) follow; nodes give the
-shares of their parts (`moments.py`). Quantiles are those of the full predictive, the mixture of p(y|f) over f.
+For a Gaussian likelihood and a normal f all parts are exact; where its mean or noise is another function of f, they are
+those of the delta method (link "delta"). Elsewhere all fields are sums over one set of nodes of f, so that none
+contradicts another: for classes total = mean (1 − mean), H(mean) = expected entropy + mutual information, log p(y) =
+log mean_y. A link in closed form that is asked for by name has its own mean, from which total, entropy and log p(y)
+follow; nodes give the shares of their parts (`moments.py`). Quantiles are those of the full predictive, the mixture of
+p(y|f) over f. Where f is a mixture, p(y) is that of its parts: Σ_k w_k p_k(y).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from torch import Tensor
 from lapwing import given
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods import Likelihood
-from lapwing.predictive import mixture, normal, plot, show, together
+from lapwing.likelihoods import Likelihood, Several
+from lapwing.outputs import Nodes, Normal, Outputs
+from lapwing.predictive import normal, plot, quantiles, show, together
 from lapwing.predictive.integral import Integral
-from lapwing.predictive.link import DRAWS, LINKS, OUTPUTS, closed_form, psd_root, quasi_normal, resolve
-from lapwing.predictive.nodes import Nodes
+from lapwing.predictive.link import LINKS, OUTPUTS, closed_form, resolve
 from lapwing.predictive.response import GaussianResponse, Response
 from lapwing.solvers.estimate import variance_of
 
@@ -35,30 +36,23 @@ TRIES = 1000  # draws of f for one that the likelihood can take
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """`f_mean` (n, ..., c); `covariance` (n, ..., c, c), or (n, ..., c, n, ..., c) if joint; all of the outputs f.
-
-    Where outputs are too many for a covariance, or draws are not Gaussian (via="network"), `outputs` holds draws.
-    """
+    """What `outputs`, a distribution over f (n, ..., c), say of y under a likelihood: one, or one for each of their
+    sources (`lw.likelihoods.Several`)."""
 
     likelihood: Likelihood
-    f_mean: Tensor
-    cov: Tensor | None
+    outputs: Outputs
     link: str = "auto"
-    joint: bool = False
-    outputs: Tensor | None = None  # (s, n, ..., c): draws of f
-    samples: int | None = None  # of the posterior, where the covariance is an estimate from some
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise InvalidValue(f"link must be one of {LINKS}, got {self.link!r}")
-        # raise now, not when a field is read
-        _check_finite(self.f_mean, "mean outputs", "check the weights and the inputs")
-        if self.cov is not None:
-            _check_finite(self.cov, "variances and covariances of the outputs", "raise the prior precision")
-        if self.outputs is None:  # a pair that has no rule, and means that have no y
-            drawn = resolve(self.likelihood, self.link) == "monte_carlo"
+        if isinstance(self.likelihood, Several) and len(self.likelihood) != self.outputs.sources:
+            raise InvalidValue(f"{len(self.likelihood)} likelihoods for {self.outputs.sources} sources of outputs")
+        if self.drawn and self.link not in ("auto", "monte_carlo"):
+            raise InvalidValue(f"a prediction by draws averages over them: link={self.link!r} cannot apply; use 'auto'")
+        if not self.drawn:  # raise now, not when a field is read: a pair that has no rule, and means that have no y
             inside = self.likelihood.inside(self.f_mean)
-            if not drawn and not bool(inside.all()):
+            if self._link != "monte_carlo" and not bool(inside.all()):
                 raise InvalidValue(
                     f"{int((~inside).sum())} of {inside.numel()} mean outputs are outside of what "
                     f"{self.likelihood.name} can take: the tangent model has left it there; use mean='network', or "
@@ -69,57 +63,59 @@ class Prediction:
         """The prediction at some of its inputs."""
         if not isinstance(index, slice):
             raise InvalidValue(f"a prediction is cut by a slice of its inputs, such as [:5], got {index!r}")
-        cov = self.cov
-        if cov is not None:
-            cov = cov[index]
-            cov = cov.movedim(self.f_mean.ndim, 0)[index].movedim(0, self.f_mean.ndim) if self.joint else cov
-        outputs = None if self.outputs is None else self.outputs[:, index]
-        return replace(self, f_mean=self.f_mean[index], cov=cov, outputs=outputs)
+        return replace(self, outputs=self.outputs[index])
 
     # -- outputs f ------------------------------------------------------------------------------------------------
 
     @property
-    def marginal(self) -> Tensor:
-        """The covariance of each input's outputs, (n, ..., c, c)."""
-        if not self.joint:
-            return self.covariance
-        return _diagonal_blocks(self.covariance, self.f_mean.shape)
+    def f_mean(self) -> Tensor:
+        """E[f], (n, ..., c)."""
+        return self.outputs.mean
 
     @property
     def covariance(self) -> Tensor:
-        if self.cov is None:
-            raise Unsupported(
-                f"{self.f_mean.shape[-1]} outputs are too many for a covariance matrix; use f_var, or f_sample(n)"
-            )
-        return self.cov
+        """Of the outputs, (n, ..., c, c), or (n, ..., c, n, ..., c) if joint."""
+        return self.outputs.covariance
+
+    @property
+    def marginal(self) -> Tensor:
+        """The covariance of each input's outputs, (n, ..., c, c)."""
+        return self.outputs.marginal
+
+    @property
+    def joint(self) -> bool:
+        """Whether inputs are predicted together."""
+        return self.outputs.joint
 
     @property
     def f_var(self) -> Tensor:
-        if self.cov is None and self.outputs is not None:
-            return (self.outputs - self.f_mean).square().mean(0)
-        return self.marginal.diagonal(dim1=-2, dim2=-1)
+        """Var[f], (n, ..., c)."""
+        return self.outputs.variance
 
     @property
     def f_var_standard_error(self) -> Tensor:
         """Of f_var: zero where it is exact, f_var √(2/k) where it is the mean square of k samples."""
-        return self.f_var * (0.0 if self.samples is None else math.sqrt(2 / self.samples))
+        samples = self.outputs.samples
+        return self.f_var * (0.0 if samples is None else math.sqrt(2 / samples))
 
     @property
     def f_var_interval(self) -> tuple[Tensor, Tensor]:
         """90 % for each f_var: by the χ² distribution that k samples have, however few; both ends are f_var where it is
         exact."""
-        return (self.f_var, self.f_var) if self.samples is None else variance_of(self.f_var, self.samples)
+        samples = self.outputs.samples
+        return (self.f_var, self.f_var) if samples is None else variance_of(self.f_var, samples)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether f is known by draws, of all inputs together."""
+        return not all(part.smooth for _, part in self.outputs.parts)
 
     # -- the response y -------------------------------------------------------------------------------------------
 
     @property
     def gaussian(self) -> bool:
         """Whether y is Gaussian, exactly or by the delta method: N(mean, total) for each target."""
-        return (
-            self.outputs is None
-            and self.likelihood.normal
-            and resolve(self.likelihood, self.link) in ("exact", "delta")
-        )
+        return self.outputs.normal and self.likelihood.normal and self._link in ("exact", "delta")
 
     @property
     def mean(self) -> Tensor:
@@ -169,24 +165,19 @@ class Prediction:
 
     def f_sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of f, (n, *f_mean.shape); over all inputs jointly if the prediction is joint."""
-        n, generator = given.whole(n, "the number of draws"), given.generator(generator)
-        if self.outputs is not None:
-            pick = torch.randint(len(self.outputs), (n,), generator=generator, device=generator.device)
-            return self.outputs[pick.to(self.outputs.device)]
-        shape, dims = self._blocks()
-        noise = torch.randn((n, *shape, dims), generator=generator, dtype=torch.float64, device=generator.device)
-        return self._colored(noise.to(self.f_mean.device))
+        return self.outputs.sample(given.whole(n, "the number of draws"), given.generator(generator))[0]
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n draws of y: of the mean's own classes under a link in closed form, unless inputs are joint."""
-        generator = given.generator(generator)
+        n, generator = given.whole(n, "the number of draws"), given.generator(generator)
         if self._by_mean and not self.joint:
             f = OUTPUTS[self.likelihood.response](self._response.mean)
             y = self.likelihood.sample(f.expand(n, *f.shape), generator)
             return y.to(self.f_mean) if y.is_floating_point() else y
-        f = self.f_sample(n, generator)
         if not self.gaussian:
-            return self.likelihood.sample(self._inside(f, generator), generator)
+            f, source = self._inside(n, generator)
+            return self.likelihood.at(source).sample(f, generator)
+        f = self.f_sample(n, generator)
         D, away = normal.slope(self.likelihood, self.f_mean), f - self.f_mean
         moved = away if D is None else torch.einsum("...ta,s...a->s...t", D, away)
         return moved + self.likelihood.sample(self.f_mean.expand_as(f), generator)
@@ -203,13 +194,13 @@ class Prediction:
             return torch.special.ndtr((y - self.mean) / self.std)
         if not self.has_cdf:
             raise Unsupported(f"{self.likelihood.name} has no distribution function cdf; use quantile or sample")
-        return self._averaged(lambda f, y: _known(self.likelihood.cdf(f, y)), y)
+        return self._averaged(lambda one, f, y: _known(one.cdf(f, y)), y)
 
     def pmf(self, y: Tensor) -> Tensor:
         """P(target = y) of each target by itself, (n, ..., t), for counts."""
         if not self.likelihood.counts:
             raise Unsupported(f"pmf is for counts; a {self.likelihood.name} prediction has log_prob")
-        return self._averaged(self.likelihood.pmf, y.to(self.f_mean.device))
+        return self._averaged(lambda one, f, y: one.pmf(f, y), y.to(self.f_mean.device))
 
     @property
     def has_cdf(self) -> bool:
@@ -220,7 +211,7 @@ class Prediction:
     @property
     def smooth(self) -> bool:
         """Whether the distribution function is an integral over f, and not a mean over draws of it."""
-        return self.outputs is None and (self.gaussian or self._integral.by_line)
+        return self.outputs.smooth and (self.gaussian or self._integral.by_line)
 
     def quantile(self, q: float) -> Tensor:
         """The least y that has F(y) ≥ q, of each target by itself; for classes, the quantile of the class probabilities
@@ -230,10 +221,10 @@ class Prediction:
             return self.mean + self.std * float(torch.special.ndtri(torch.tensor(q, dtype=torch.float64)))
         known, classes = self.has_cdf, self.likelihood.classes
 
-        def of(some: Nodes, _: Tensor) -> Tensor:
+        def of(one: Likelihood, some: Nodes, _: Tensor) -> Tensor:
             if classes:
-                return mixture.value_quantile(self.likelihood.mean(some.f), some, q)
-            return (mixture.quantile if known else mixture.sample_quantile)(self.likelihood, some, q)
+                return quantiles.value_quantile(one.mean(some.f), some, q)
+            return (quantiles.quantile if known else quantiles.sample_quantile)(one, some, q)
 
         return self._integral.over(of, self._integral.by_line and (known or classes)).to(self.f_mean)
 
@@ -247,6 +238,8 @@ class Prediction:
         y = given.targets(y, self.f_mean.device)
         targets = flat_targets(self.f_mean, y)
         self.likelihood.validate(self._means_inside(), targets)
+        if len(self._parts) > 1:
+            return torch.logsumexp(torch.stack([w + part.log_prob(y).double() for w, part in self._parts]), 0)
         if self.gaussian:
             return normal.log_prob(self.likelihood, self.f_mean, self.covariance, self.joint, y)
         if self.joint:
@@ -255,9 +248,9 @@ class Prediction:
             out = self.likelihood.class_log_prob(self._response.mean.flatten(0, -2), targets)
             return out.reshape(self.f_mean.shape[:-1]).to(self.f_mean)
 
-        def of(some: Nodes, rows: Tensor) -> Tensor:
+        def of(one: Likelihood, some: Nodes, rows: Tensor) -> Tensor:
             mine = targets[rows]
-            return some.log_average(self.likelihood.log_prob(some.f, mine.expand(len(some.f), *mine.shape)))
+            return some.log_average(one.log_prob(some.f, mine.expand(len(some.f), *mine.shape)))
 
         return self._integral.over(of, self.f_mean.shape[-1] == 1).to(self.f_mean)
 
@@ -280,24 +273,40 @@ class Prediction:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     @property
+    def _link(self) -> str:
+        return "monte_carlo" if self.drawn else resolve(self.likelihood, self.link)
+
+    @property
     def _by_mean(self) -> bool:
         """Whether a link in closed form gives the probabilities of classes, and all follows from them."""
-        if self.outputs is not None or not self.likelihood.classes:
-            return False
-        return resolve(self.likelihood, self.link) != "monte_carlo"
+        return self.likelihood.classes and self._link != "monte_carlo"
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[float, Prediction], ...]:
+        """Of outputs that are a mixture: log-weights and predictions by its parts, each with its own likelihoods."""
+        found, start = [], 0
+        for w, part in self.outputs.parts:
+            stop = start + part.sources
+            found.append((w, Prediction(self.likelihood.some(start, stop), part, self.link)))
+            start = stop
+        return tuple(found)
 
     @cached_property
     def _integral(self) -> Integral:
-        return Integral(self.likelihood, self.f_mean, None if self.outputs is not None else self.marginal, self.outputs)
+        return Integral(self.likelihood, self.outputs)
 
     @cached_property
     def _response(self) -> Response | GaussianResponse:
-        if self.outputs is not None:
-            return Response(self._integral)
-        mean, cov = self.f_mean.double(), self.marginal.double()
         if self.gaussian:
-            return GaussianResponse(self.likelihood, mean, cov)
-        return Response(self._integral, closed_form(self.likelihood, self.link, mean, cov))
+            return GaussianResponse(self.likelihood, self.f_mean.double(), self.marginal.double())
+        return Response(self._integral, self._closed if self._by_mean else None)
+
+    @property
+    def _closed(self) -> Tensor:
+        """E[y] by a link in closed form."""
+        if len(self._parts) > 1:
+            return torch.stack([math.exp(w) * part._closed for w, part in self._parts]).sum(0)
+        return closed_form(self.likelihood, self.link, self.f_mean.double(), self.marginal.double())
 
     @property
     def _classes(self) -> Response:
@@ -308,27 +317,15 @@ class Prediction:
         assert isinstance(self._response, Response)
         return self._response
 
-    def _averaged(self, values: Callable[[Tensor, Tensor], Tensor], y: Tensor) -> Tensor:
-        """Over f, of values(f, y) of each target by itself."""
+    def _averaged(self, values: Callable[[Likelihood, Tensor, Tensor], Tensor], y: Tensor) -> Tensor:
+        """Over f, of values(likelihood, f, y) of each target by itself."""
         targets = y.reshape(-1, y.shape[-1]).double()
-        found = self._integral.over(lambda some, rows: some.average(values(some.f, targets[rows])))
+        found = self._integral.over(lambda one, some, rows: some.average(values(one, some.f, targets[rows])))
         return found.to(self.f_mean)
 
     def _check_ordered(self) -> None:
         if self.likelihood.classes:
             raise Unsupported(f"a {self.likelihood.name} prediction is of classes, without order; use probs")
-
-    def _blocks(self) -> tuple[tuple[int, ...], int]:
-        """Independent Gaussian blocks of f: their batch shape and size."""
-        c = self.f_mean.shape[-1]
-        return ((), self.f_mean.numel()) if self.joint else (tuple(self.f_mean.shape[:-1]), c)
-
-    def _colored(self, noise: Tensor) -> Tensor:
-        """Standard normal (s, *shape, dims) turned into draws of f."""
-        shape, dims = self._blocks()
-        root = psd_root(self.covariance.to(torch.float64).reshape(*shape, dims, dims))
-        draws = (root @ noise.unsqueeze(-1)).squeeze(-1)
-        return self.f_mean + draws.reshape(len(noise), *self.f_mean.shape).to(self.f_mean)
 
     def _means_inside(self) -> Tensor:
         """Mean outputs (N, c), to hold targets to; any that the likelihood cannot take gives way to one that it can."""
@@ -336,15 +333,19 @@ class Prediction:
         inside = self.likelihood.inside(f)
         return torch.where(inside.unsqueeze(-1), f, f[inside][:1]) if bool(inside.any()) else f
 
-    def _inside(self, f: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws of f with those that the likelihood cannot take drawn again."""
+    def _inside(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Draws of f, and their sources, with those that the likelihood cannot take drawn again."""
+        f, source = self.outputs.sample(n, generator)
         for _ in range(TRIES):
             outside = ~self.likelihood.inside(f)  # (s, n, ...)
             if not bool(outside.any()):
-                return f
-            if self.joint:
+                return f, source
+            if self.joint or source is not None:  # a draw is of all inputs
                 outside = outside.flatten(1).any(1).reshape(-1, *[1] * (outside.ndim - 1))
-            f = torch.where(outside.unsqueeze(-1), self.f_sample(len(f), generator), f)
+            again, other = self.outputs.sample(n, generator)
+            f = torch.where(outside.unsqueeze(-1), again, f)
+            if source is not None and other is not None:
+                source = torch.where(outside.flatten().to(source.device), other, source)
         raise InvalidValue(
             f"{TRIES} draws of f gave none that {self.likelihood.name} can take; the posterior is too wide there for "
             "draws: use link='auto'"
@@ -352,36 +353,19 @@ class Prediction:
 
     def _joint_log_prob(self, y: Tensor) -> Tensor:
         """log E_f Π_n p(y_n | f_n), over those f that the likelihood can take."""
-        drawn = self.outputs is not None
-        f = (
-            self.outputs
-            if self.outputs is not None
-            else self._colored(quasi_normal(DRAWS, self._blocks()[1]).to(self.f_mean.device))
-        )
-        inside = self.likelihood.inside(f).flatten(1).all(1)
-        if drawn:
-            each = self.likelihood.log_prob(f[inside], y.expand(int(inside.sum()), *y.shape))
-            return torch.logsumexp(each.flatten(1).sum(1), 0) - math.log(len(each))
-        c, d = self.f_mean.shape[-1], self.f_mean.numel()
-        mean, cov, targets = self.f_mean.reshape(-1, c), self.covariance.reshape(d, d), flat_targets(self.f_mean, y)
-        return together.log_density(self.likelihood.log_prob, mean, cov, targets) - inside.double().mean().log()
-
-
-def _check_finite(values: Tensor, what: str, do: str) -> None:
-    bad = int((~torch.isfinite(values)).sum())
-    if bad:
-        dtype, wider = str(values.dtype).removeprefix("torch."), values.dtype != torch.float64
-        raise InvalidValue(
-            f"{bad} of {values.numel()} {what} are NaN or infinite in {dtype}, which ends at "
-            f"{torch.finfo(values.dtype).max:.2g}: {do}" + (", or predict with network.double()" if wider else "")
-        )
-
-
-def _diagonal_blocks(cov: Tensor, shape: torch.Size) -> Tensor:
-    """(n, ..., c, c) of (n, ..., c, n, ..., c)."""
-    c, rows = shape[-1], shape[:-1].numel()
-    blocks = cov.reshape(rows, c, rows, c).diagonal(dim1=0, dim2=2)  # (c, c, n)
-    return blocks.permute(2, 0, 1).reshape(*shape, c)
+        if isinstance(self.outputs, Normal):
+            inside = self.likelihood.inside(self.outputs.points()).flatten(1).all(1)
+            c, d = self.f_mean.shape[-1], self.f_mean.numel()
+            mean, cov, targets = self.f_mean.reshape(-1, c), self.covariance.reshape(d, d), flat_targets(self.f_mean, y)
+            return together.log_density(self.likelihood.log_prob, mean, cov, targets) - inside.double().mean().log()
+        rows = torch.arange(self.f_mean[..., 0].numel(), device=self.f_mean.device)
+        draws = self.outputs.nodes(rows, None)  # (s, N, c), of equal weights at all rows
+        inside = self.likelihood.inside(draws.f).all(1)
+        log_weight = torch.where(inside, draws.log_weight[:, 0], -math.inf)
+        targets = flat_targets(self.f_mean, y)
+        each = self.likelihood.at(draws.source).log_prob(draws.f, targets.expand(len(draws.f), *targets.shape)).sum(1)
+        each = torch.where(inside, each, -math.inf)
+        return torch.logsumexp(each + log_weight, 0) - torch.logsumexp(log_weight, 0)
 
 
 def _known(values: Tensor | None) -> Tensor:

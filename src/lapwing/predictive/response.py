@@ -44,7 +44,7 @@ class Response:
     def aleatoric(self) -> Tensor:
         if self.likelihood.classes:
             return self.total - self.epistemic
-        return self.integral.over(lambda some, _: moments.noise(self.likelihood, some), sharp=False)
+        return self.integral.over(lambda one, some, _: moments.noise(one, some), sharp=False)
 
     @property
     def total(self) -> Tensor:
@@ -59,13 +59,13 @@ class Response:
     @cached_property
     def information(self) -> Tensor:
         whole = moments.entropy(self.likelihood, self._sums[0])
-        part = whole - self.integral.over(lambda some, _: moments.expected_entropy(self.likelihood, some))
+        part = whole - self.integral.over(lambda one, some, _: moments.expected_entropy(one, some))
         return moments.share(part, whole, of=self.entropy)
 
     @cached_property
     def _sums(self) -> tuple[Tensor, Tensor]:
         """Mean and epistemic variance over nodes."""
-        found = self.integral.over(lambda some, _: moments.mean_and_spread(self.likelihood, some), sharp=False)
+        found = self.integral.over(lambda one, some, _: moments.mean_and_spread(one, some), sharp=False)
         mean, spread = found.unbind(-2)
         return mean, spread
 

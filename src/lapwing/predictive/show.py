@@ -49,8 +49,8 @@ def _head(prediction: Prediction) -> str:
 
 def _by(prediction: Prediction) -> str:
     """What stands between f and y, where there is a choice."""
-    if prediction.outputs is not None:
-        return f", {len(prediction.outputs)} draws"
+    if by := str(prediction.outputs):
+        return f", {by}"
     link = resolve(prediction.likelihood, prediction.link)
     return f", link {link}" if len(rules(prediction.likelihood)) > 1 else ""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.func import grad, hessian, vmap
 
 from lapwing.errors import LapwingWarning, NotConverged
-from lapwing.predictive.link import DRAWS, psd_root, quasi_normal
+from lapwing.outputs.points import DRAWS, psd_root, quasi_normal
 
 NEWTON_STEPS, HALVINGS = 100, 40
 SETTLED = 1e-9  # a Newton step's promise, in nats

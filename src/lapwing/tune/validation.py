@@ -23,10 +23,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lapwing.curvature import BUDGET, State
 from lapwing.data import passes, ranks_of
 from lapwing.errors import InvalidValue, NotConverged
+from lapwing.likelihoods import Likelihood
 from lapwing.operators import Streamed
 from lapwing.posterior import condition, curvature
 from lapwing.predictive import Prediction, predict
@@ -128,14 +130,14 @@ def _held_out(
             posterior = replace(posterior, precision=posterior.precision.gathered())
         with ranks.sharing_errors("predicting the held-out data"):
             made = [
-                (predict(state.tangent, posterior, likelihood.plain, x, memory_budget=budget), y)
+                (predict(posterior, likelihood.plain, x, memory_budget=budget), y)
                 for x, y in passes(batches, state.tangent.device, label="held out")
             ]
 
     def scored(log_t: float) -> float:
         t = math.exp(log_t)
         used = _with_noise(likelihood, t)
-        each = [_spread(pred, t**power, used.plain).log_prob(y).reshape(-1).double() for pred, y in made]
+        each = [_scored(pred, t**power, used.plain, y) for pred, y in made]
         sums = torch.tensor([[float(one.sum()), len(one)] for one in each], dtype=torch.float64).reshape(-1, 2).sum(0)
         fit, count = ranks.total([sums], "the held-out log-likelihood")[0].tolist()
         value = -fit / count
@@ -157,10 +159,10 @@ def _with_noise(likelihood: Any, t: float) -> Any:
     )
 
 
-def _spread(pred: Prediction, t: float, likelihood: Any) -> Prediction:
-    """A prediction with its covariance times t."""
-    outputs = None if pred.outputs is None else pred.f_mean + math.sqrt(t) * (pred.outputs - pred.f_mean)
-    return replace(pred, likelihood=likelihood, cov=None if pred.cov is None else t * pred.cov, outputs=outputs)
+def _scored(pred: Prediction, t: float, likelihood: Likelihood, y: Tensor) -> Tensor:
+    """log p of each row, with the outputs' variances times t."""
+    pred = replace(pred, likelihood=likelihood, outputs=pred.outputs.scaled(t))
+    return pred.log_prob(y).reshape(-1).double()
 
 
 def _bounds(state: State, prior: Any, likelihood: Any) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -17,7 +17,32 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.curvature.products import at_once, pieces
+from lapwing.errors import InvalidValue
+from lapwing.operators import Streamed
+from lapwing.outputs import WIDE, Draws, Normal, Outputs
+from lapwing.push.runs import At
+from lapwing.push.verb import push
 from lapwing.tangent import TangentModel
+
+
+@push.register
+def _(precision: Streamed, at: At) -> Outputs:
+    """By the kept samples; past so many outputs that a covariance is too large, the samples themselves. Of samples that
+    are spread over ranks, each rank pushes its own, at inputs that are the same on all."""
+    z, ranks = precision.spread, precision.ranks
+    if not ranks.agrees({f"input {i}": t for i, t in enumerate(tree.tensors(at.x)) if t.layout is torch.strided}):
+        raise InvalidValue(
+            f"samples are spread over {ranks.size} ranks, each of which pushes its own to the inputs, and the inputs "
+            "differ between ranks; give the same to all, or call la = la.gathered() on all and predict on each its own"
+        )
+    with ranks.sharing_errors("a prediction"):
+        f, away = pushed(at.tangent, z, at.x)
+    away = ranks.whole(away, "a prediction")
+    if f.shape[-1] <= WIDE:
+        return Normal(f, covariance(away, at.joint), at.joint, samples=len(away))
+    if at.joint:
+        raise InvalidValue(f"{f.shape[-1]} outputs are predicted by draws, so joint=True cannot apply; use joint=False")
+    return Draws(f + away, f, samples=len(away))
 
 
 def pushed(tangent: TangentModel, z: Tensor, x: Any) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.curvature.capture import Record
+from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.parts import Part
-from lapwing.operators import Blocks, Diagonal, EigenKronecker, Kronecker, linalg
+from lapwing.operators import Blocks, linalg
+from lapwing.outputs import Normal
+from lapwing.push.basis import in_basis
+from lapwing.push.runs import At, units
+from lapwing.push.verb import push
 from lapwing.tangent import TangentModel
 
 
-def marginals(
+@push.register
+def _(precision: Blocks, at: At) -> Normal:
+    term = _together if at.joint else _marginals
+    fs, covs = [], []
+    for piece, record in at.runs(Capture(at.tangent, at.parts).run):
+        fs.append(record.f.detach())
+        covs.append(term(at.tangent, precision, at.parts, piece, record, at.budget))
+    return Normal(torch.cat(fs), torch.cat(covs), at.joint)
+
+
+def _marginals(
     tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], x: Any, record: Record, budget: int
 ) -> Tensor:
     """The covariance of each position's outputs, (n, ..., c, c): for each position its c cotangents.
@@ -52,7 +66,7 @@ def marginals(
     return out.reshape(*f.shape, c)
 
 
-def joint(
+def _together(
     tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], x: Any, record: Record, budget: int
 ) -> Tensor:
     """The covariance of all outputs of all inputs, at all their positions, (n, ..., c, n, ..., c)."""
@@ -61,13 +75,6 @@ def joint(
     for term in _joint_terms(tangent, precision, parts, record, x, budget):
         out += term
     return out.reshape(*f.shape, *f.shape)
-
-
-def units(f: Tensor) -> Tensor:
-    """One cotangent for each output of an example at each position, (n, q·c, ..., c)."""
-    outputs = f[0].numel()
-    eye = torch.eye(outputs, dtype=f.dtype, device=f.device).reshape(outputs, *f.shape[1:])
-    return eye.expand(len(f), *eye.shape)
 
 
 def _generic(
@@ -87,30 +94,12 @@ def _generic(
     return torch.cat(out)
 
 
-def _in_basis(op: Any, part: Part, view: Any, g: Tensor) -> tuple[Any, Tensor, Tensor]:
-    """Inputs, gradients and the variances V (b, o, i) in the basis where the layer's posterior is diagonal."""
-    if isinstance(op, Diagonal):
-        return view, g, (1 / op.dense()).reshape(part.shape).to(g)
-    if isinstance(op, EigenKronecker):
-        ua, ub = op.ua, op.ub
-    else:
-        _, ua, _, ub = op.decomposition
-    if isinstance(op, Kronecker) and op.diag is not None and not op.diag.uniform:
-        u, e = (t.rsqrt().to(g) for t in op.separated)
-        g = g * u
-        ua = torch.diag_embed(e) if ua is None else e.unsqueeze(-1) * ua.to(g)
-    return (
-        view.rotated(None if ua is None else ua.to(g)),
-        torch.einsum("knsbo,boq->knsbq", g, ub.to(g)),
-        (1 / op.precision).to(g),
-    )
-
-
 def _layer(op: Any, part: Part, view: Any, g: Tensor, budget: int) -> Tensor:
     """One layer's term, (n, c, c), in pieces of examples."""
     view, g = _wide(view, g)
-    if isinstance(op, (Diagonal, Kronecker, EigenKronecker)):
-        view, g, inverse = _in_basis(op, part, view, g)
+    found = in_basis(op, part, view, g)
+    if found is not None:
+        view, g, inverse = found
         shared = view.positions > 1
         return torch.cat([v.covariance(p, inverse) for v, p in _pieces(view, g, part.size if shared else 1, budget)])
     rows = (v.outer(p).flatten(2).transpose(0, 1).to(torch.float64) for v, p in _pieces(view, g, part.size, budget))
@@ -144,12 +133,13 @@ def _joint_terms(
         if part.name not in gradients:
             continue
         view, g = _wide(views[part.name], gradients[part.name])
-        if not isinstance(op, (Diagonal, Kronecker, EigenKronecker)):
+        found = in_basis(op, part, view, g)
+        if found is None:
             yield linalg.covariance(
                 op, view.outer(g).flatten(2).transpose(0, 1).reshape(1, n * c, -1).to(torch.float64)
             )[0]
             continue
-        view, g, inverse = _in_basis(op, part, view, g)
+        view, g, inverse = found
         b, o, i = inverse.shape
         step = max(1, budget // (4 * n * c * b * i * 8))
         for start in range(0, o, step):

@@ -8,7 +8,6 @@ counts. Nodes f_s (s, n, c), targets y (n, t). Chandrupatla 1997.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,10 +15,11 @@ from torch import Tensor
 
 from lapwing.errors import NotConverged
 from lapwing.likelihoods import Likelihood
-from lapwing.predictive.nodes import Nodes
+from lapwing.outputs import Nodes
 
 DOUBLINGS = 200
 FEW = 16  # draws of y at the mean of f, to tell where to look
+ROUNDING = 1e-12  # of a sum of weights
 REPEATS = 16  # draws of y at each node, where there is no distribution function
 PIECE = 2**15  # outputs f at once: few enough to stay in caches, of which each step reads them all
 
@@ -31,14 +31,13 @@ def quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
 
 
 def _quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
-    nodes = Nodes(nodes.f.double(), nodes.log_weight.double())
-
     def F(y: Tensor) -> Tensor:
         each = likelihood.cdf(nodes.f, y)
         assert each is not None
         return nodes.average(each)
 
-    some = likelihood.sample(nodes.average(nodes.f).expand(FEW, *nodes.f.shape[1:]), torch.Generator().manual_seed(0))
+    first, mean = likelihood.distinct[0], nodes.average(nodes.f)
+    some = first.sample(mean.expand(FEW, *mean.shape), torch.Generator().manual_seed(0))
     center, width = some.median(0).values, some.amax(0) - some.amin(0)
     if likelihood.counts:
         return _least_integer(F, q, torch.zeros_like(center))
@@ -46,10 +45,12 @@ def _quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
 
 
 def sample_quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
-    """The same from draws of y, at nodes of equal weight."""
-    f = nodes.f.repeat(REPEATS, 1, 1)
-    y = likelihood.sample(f, torch.Generator().manual_seed(0)).double().sort(0).values
-    return y[max(0, math.ceil(q * len(y)) - 1)]
+    """The same from draws of y at the nodes."""
+    generator = torch.Generator().manual_seed(0)
+    y, order = torch.cat([likelihood.sample(nodes.f, generator).double() for _ in range(REPEATS)]).sort(0)
+    w = nodes.log_weight.exp().expand(-1, y.shape[1]).repeat(REPEATS, 1).unsqueeze(-1) / REPEATS
+    reached = w.expand_as(y).gather(0, order).cumsum(0) >= q - ROUNDING
+    return y.gather(0, reached.to(torch.uint8).argmax(0, keepdim=True))[0]
 
 
 def value_quantile(values: Tensor, nodes: Nodes, q: float) -> Tensor:

@@ -1,10 +1,11 @@
-"""Expectations over the outputs f ~ N(μ, V), as weighted sums  E g(f) ≈ Σ_s w_s g(f_s),  always at the same z:
+"""Expectations over outputs f as weighted sums  E g(f) ≈ Σ_s w_s g(f_s).  For f ~ N(μ, V), always at the same z:
 
     line     f_s = μ + √diag V · z_s, z_s an even grid over ±12: the trapezoidal rule, whose error for an analytic g
              falls exponentially in the number of points. For g of one output at a time
     cloud    f_s = μ + L z_s, L Lᵀ = V, z_s quasi-random points: with the full covariance
-    drawn    f_s draws of another kind, of equal weight
+    drawn    f_s draws of another kind, of equal weight unless told otherwise
 
+Where there are several likelihoods, one for each of several sources of f, nodes know theirs.
 Shapes: s nodes, n inputs, c outputs.
 """
 
@@ -12,14 +13,15 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.predictive.link import DRAWS, psd_root, quasi_normal
+from lapwing.outputs.points import DRAWS, psd_root, quasi_normal
 
 REACH = 12  # standard deviations at which the line ends
 LEAST_NODES, MOST_NODES = 16, 1024  # nodes of the line in one standard deviation, at the least and at the most
@@ -27,8 +29,11 @@ LEAST_NODES, MOST_NODES = 16, 1024  # nodes of the line in one standard deviatio
 
 @dataclass(frozen=True, eq=False)
 class Nodes:
+    """Values of f with the weights that they have in a sum."""
+
     f: Tensor  # (s, n, c)
     log_weight: Tensor  # (s, 1), or (s, n); sums to one over s
+    source: Tensor | None = None  # (s,): which of several a node is from; None where there is one
 
     def average(self, values: Tensor) -> Tensor:
         """Σ_s w_s g_s for values g (s, n, ...)."""
@@ -43,7 +48,7 @@ class Nodes:
         """Of so many inputs each."""
         f = self.f.split(size, 1)
         each = self.log_weight.split(size, 1) if self.log_weight.shape[1] > 1 else [self.log_weight] * len(f)
-        return [Nodes(*one) for one in zip(f, each, strict=True)]
+        return [replace(self, f=some, log_weight=w) for some, w in zip(f, each, strict=True)]
 
     def inside(self, likelihood: Likelihood) -> tuple[Nodes, float]:
         """Those at which f means something, weighted anew, and the most weight that was outside."""
@@ -59,8 +64,8 @@ class Nodes:
             )
         first = inside.to(torch.uint8).argmax(0)  # any that can be evaluated: its weight is zero
         spare = self.f[first, torch.arange(len(first), device=first.device)]
-        found = Nodes(torch.where(inside.unsqueeze(-1), self.f, spare), log_weight - kept)
-        return found, float(1 - kept.exp().min())
+        found = torch.where(inside.unsqueeze(-1), self.f, spare)
+        return replace(self, f=found, log_weight=log_weight - kept), float(1 - kept.exp().min())
 
 
 def line(mean: Tensor, var: Tensor, steps: int = LEAST_NODES) -> Nodes:
@@ -75,8 +80,22 @@ def cloud(mean: Tensor, cov: Tensor) -> Nodes:
     return drawn(mean + torch.einsum("nab,sb->sna", psd_root(cov), z))
 
 
-def drawn(f: Tensor) -> Nodes:
-    return Nodes(f, f.new_full((len(f), 1), -math.log(len(f))))
+def drawn(f: Tensor, log_weight: Tensor | None = None) -> Nodes:
+    """Draws f (s, n, c), of log-weights (s,) if they are not equal."""
+    equal = f.new_full((len(f), 1), -math.log(len(f)))
+    return Nodes(f, equal if log_weight is None else log_weight.to(f)[:, None])
+
+
+def joined(parts: Sequence[Nodes], log_weight: Tensor, sources: Sequence[int]) -> Nodes:
+    """Those of several parts of one mixture, with log-weights (k,); each part has so many sources of its own."""
+    starts = torch.tensor([0, *sources]).cumsum(0).tolist()
+    source = [
+        start + (torch.zeros(len(p.f), dtype=torch.long) if p.source is None else p.source)
+        for start, p in zip(starts, parts, strict=False)
+    ]
+    n = parts[0].f.shape[1]
+    weights = [(p.log_weight + w).expand(-1, n) for p, w in zip(parts, log_weight, strict=True)]
+    return Nodes(torch.cat([p.f for p in parts]), torch.cat(weights), torch.cat(source))
 
 
 def fine(sharpness: Tensor) -> Tensor:

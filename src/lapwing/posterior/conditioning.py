@@ -1,57 +1,28 @@
-"""The Gaussian posterior over the selected weights: θ ~ N(v̄, (G + A)⁻¹). One class; its structure is its operator's.
-
-covariance of the tangent model at rows J:  J (G + A)⁻¹ Jᵀ
-"""
+"""The posterior of the tangent model under a prior and a noise: θ ~ N(v̄, (G + A)⁻¹)."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing import given
-from lapwing.curvature import Part, State
+from lapwing.curvature import State
 from lapwing.errors import InvalidValue, LapwingWarning
-from lapwing.operators import Streamed, linalg
-from lapwing.tree import Layout
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import linalg
+from lapwing.posterior.gaussian import Gaussian
+from lapwing.priors import Prior
 
 
-@dataclass(frozen=True, eq=False)
-class Gaussian:
-    mean: Tensor  # (p,), float64
-    precision: Any  # operator, G + A
-    layout: Layout
-    parts: tuple[Part, ...] = ()  # of a precision that is cut into parts
-
-    def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """n weight vectors, (n, p); without a generator, those that predictions are made from, where some are kept."""
-        n = given.whole(n, "the number of draws")
-        if generator is None and isinstance(self.precision, Streamed) and n <= self.precision.plan.samples:
-            return self.mean + self.precision.first(n)
-        return self.mean + linalg.draw(self.precision, n, given.generator(generator))
-
-    def covariance(self, rows: Any) -> Tensor:
-        """J Σ Jᵀ for rows (n, c, p) in named_parameters() order, (n, c, c)."""
-        rows = rows.to(torch.float64) if isinstance(rows, Tensor) else rows
-        return linalg.covariance(self.precision, rows)
-
-    @property
-    def jitter(self) -> float:
-        """What the factorizations so far had to add to the diagonal (0 unless a warning said so)."""
-        operators = getattr(self.precision, "parts", (self.precision,))
-        return max(float(getattr(op, "cache", {}).get("jitter", 0.0)) for op in operators)
-
-
-def curvature(state: State, likelihood: Any) -> Any:
+def curvature(state: State, likelihood: Likelihood) -> Any:
     """G = Σ_g w_g G_g as an operator; one weight (one noise for all outputs) serves every G_g."""
     weights = likelihood.curvature_weights(state.factor.kind).to(state.tangent.device)
     return state.structure.operator(state, weights.expand(state.weights) if len(weights) == 1 else weights)
 
 
-def placed(prior: Any, state: State) -> Any:
+def placed(prior: Prior, state: State) -> Prior:
     """The prior at this state: one that looks at the curvature (the g-prior) sees it, at unit noise; others stay."""
     if not hasattr(prior, "at"):
         return prior
@@ -71,7 +42,7 @@ def placed(prior: Any, state: State) -> Any:
     return out
 
 
-def prior_precision(prior: Any, state: State, center: Tensor | None = None) -> Any:
+def prior_precision(prior: Prior, state: State, center: Tensor | None = None) -> Any:
     """A, that of the prior's local Gaussian at the trained weights, or at a center (p,)."""
     a = prior.quadratic(state.tangent.theta.to(torch.float64) if center is None else center)[0]
     if prior.gaussian:
@@ -88,7 +59,7 @@ def prior_precision(prior: Any, state: State, center: Tensor | None = None) -> A
 
 
 def condition(
-    state: State, prior: Any, likelihood: Any, center: Tensor | None = None, temperature: float = 1.0
+    state: State, prior: Prior, likelihood: Likelihood, center: Tensor | None = None, temperature: float = 1.0
 ) -> Gaussian:
     """The posterior of the tangent model, centered at the trained weights unless told otherwise; its covariance times
     the temperature."""
@@ -96,4 +67,4 @@ def condition(
     precision = linalg.shift(curvature(state, likelihood), prior_precision(prior, state, mean))
     if temperature != 1.0:
         precision = linalg.scale(precision, torch.tensor(1 / temperature, dtype=torch.float64, device=mean.device))
-    return Gaussian(mean, precision, state.layout, state.parts)
+    return Gaussian(state.tangent, mean, precision, state.parts)

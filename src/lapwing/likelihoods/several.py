@@ -1,0 +1,160 @@
+"""One likelihood for each of several draws of the weights, alike but for their hyperparameters: a noise that was
+sampled with the weights, or the noises of several posteriors.
+
+    p(y) = Σ_s w_s p(y | f_s, σ_s)
+
+It says what its first member says of what they have in common; `at(source)` evaluates each node of f under its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InvalidValue
+from lapwing.likelihoods.base import Likelihood
+
+SHARED: tuple[str, ...] = (  # what a class says of itself
+    *("outcome", "concave", "event", "paired", "quadratic", "response"),
+    *("classes", "normal", "elementwise", "deviation", "counts"),
+)
+
+
+@dataclass(frozen=True)
+class Several(Likelihood):
+    """`base` with hyperparameters (s, ...), {name: one value a draw}."""
+
+    base: Likelihood
+    drawn: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        known, counts = self.base.hyperparameters, {len(value) for value in self.drawn.values()}
+        if not set(self.drawn) <= set(known) or len(counts) != 1:
+            raise InvalidValue(
+                f"{self.base.name} has the hyperparameters {list(known)}, each with as many values as there are draws; "
+                f"got { {name: tuple(value.shape) for name, value in self.drawn.items()} }"
+            )
+        for name in SHARED:
+            object.__setattr__(self, name, getattr(self.base, name))
+
+    @staticmethod
+    def of(members: Sequence[Likelihood]) -> Likelihood:
+        """Those of several posteriors; the first where they are the same."""
+        kinds = {one.kind for one in members}
+        if len(kinds) != 1:
+            raise InvalidValue(f"their likelihoods differ: {sorted(kinds)}; fit them alike")
+        names = members[0].hyperparameters
+        values = {k: torch.stack(torch.broadcast_tensors(*(m.hyperparameters[k] for m in members))) for k in names}
+        same = all(bool((value == value[0]).all()) for value in values.values())
+        return members[0] if same else Several(members[0], {k: v.detach() for k, v in values.items()})
+
+    def __len__(self) -> int:
+        return len(next(iter(self.drawn.values())))
+
+    def member(self, i: int) -> Likelihood:
+        """The likelihood of draw i."""
+        return self.base.replace(**{name: value[i] for name, value in self.drawn.items()})
+
+    def at(self, source: Tensor | None) -> Likelihood:
+        """For nodes (s, ...) of these sources."""
+        assert source is not None
+        return PerNode(self.base, self.drawn, source)
+
+    def some(self, start: int, stop: int) -> Likelihood:
+        """Of some of the draws; of one, its own."""
+        if stop - start == 1:
+            return self.member(start)
+        return replace(self, drawn={name: value[start:stop] for name, value in self.drawn.items()})
+
+    @property
+    def distinct(self) -> tuple[Likelihood, ...]:
+        """Its members."""
+        return tuple(self.member(i) for i in range(len(self)))
+
+    @property
+    def name(self) -> str:
+        """The members'."""
+        return self.base.name
+
+    @property
+    def kind(self) -> str:
+        """The members'."""
+        return self.base.kind
+
+    @property
+    def hyperparameters(self) -> dict[str, Tensor]:
+        """The members', at their means over draws."""
+        return {**self.base.hyperparameters, **{name: value.mean(0) for name, value in self.drawn.items()}}
+
+    @property
+    def plain(self) -> Likelihood:
+        """The likelihood of new targets."""
+        return replace(self, base=self.base.plain)
+
+    def to(self, device: torch.device) -> Any:
+        """The same with its tensors on a device."""
+        return Several(self.base.to(device), {name: value.to(device) for name, value in self.drawn.items()})
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        """As the members do."""
+        self.base.validate(f, y)
+
+    def inside(self, f: Tensor) -> Tensor:
+        """Where outputs are parameters of a distribution, which no hyperparameter changes."""
+        return self.base.inside(f)
+
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """That of the first member: whether there is one is all that can be asked without a source."""
+        return self.member(0).cdf(f, y)
+
+    def class_probs(self, mean: Tensor) -> Tensor:
+        """As the members do."""
+        return self.base.class_probs(mean)
+
+    def class_log_prob(self, mean: Tensor, y: Tensor) -> Tensor:
+        """As the members do."""
+        return self.base.class_log_prob(mean, y)
+
+
+@dataclass(frozen=True)
+class PerNode(Several):
+    """`Several` at nodes of f, whose first axis (s, ...) is theirs: node i is that of the member source[i]."""
+
+    source: Tensor
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Of each node at its targets, y (s, n, ...)."""
+        return self._each(lambda one, some: one.log_prob(f[some], y[some]))
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        """One y for each row of each node."""
+        return self._each(lambda one, some: one.sample(f[some], generator))
+
+    def mean(self, f: Tensor) -> Tensor:
+        """E[y | f] at each node."""
+        return self._each(lambda one, some: one.mean(f[some]))
+
+    def variance(self, f: Tensor) -> Tensor:
+        """Var[y | f] at each node."""
+        return self._each(lambda one, some: one.variance(f[some]))
+
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """P(target ≤ y) at each node, for targets that all nodes share."""
+        if self.member(0).cdf(f[:1], y) is None:
+            return None
+        return self._each(lambda one, some: one.cdf(f[some], y))
+
+    def pmf(self, f: Tensor, y: Tensor) -> Tensor:
+        """P(target = y) at each node, for targets that all nodes share."""
+        return self._each(lambda one, some: one.pmf(f[some], y))
+
+    def _each(self, of: Callable[[Likelihood, slice], Any]) -> Tensor:
+        """Over runs of nodes of one source."""
+        sources, lengths = self.source.unique_consecutive(return_counts=True)
+        stops = lengths.cumsum(0).tolist()
+        found = zip(sources.tolist(), [0, *stops], stops, strict=False)
+        return torch.cat([of(self.member(i), slice(start, stop)) for i, start, stop in found])

@@ -1,0 +1,9 @@
+"""Distributions over the outputs of a network: what every posterior gives, and all that a prediction takes."""
+
+from lapwing.outputs.base import Outputs
+from lapwing.outputs.blend import Blend
+from lapwing.outputs.draws import WIDE, Draws
+from lapwing.outputs.nodes import Nodes
+from lapwing.outputs.normal import Normal
+
+__all__ = ["WIDE", "Blend", "Draws", "Nodes", "Normal", "Outputs"]

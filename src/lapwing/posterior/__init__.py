@@ -1,0 +1,20 @@
+"""Posteriors: what is believed of a network after data, and how it becomes outputs."""
+
+from lapwing.posterior.base import Posterior
+from lapwing.posterior.conditioning import condition, curvature, placed, prior_precision
+from lapwing.posterior.gaussian import Gaussian
+from lapwing.posterior.mixture import Mixture
+from lapwing.posterior.particles import Particles
+from lapwing.posterior.process import Process
+
+__all__ = [
+    "Gaussian",
+    "Mixture",
+    "Particles",
+    "Posterior",
+    "Process",
+    "condition",
+    "curvature",
+    "placed",
+    "prior_precision",
+]
