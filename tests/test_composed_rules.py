@@ -600,7 +600,7 @@ def test_predictions_are_those_of_the_dense_precision(name: str, structure: str)
         eye = torch.eye(J.shape[-1], dtype=torch.float64)
         close(prediction.covariance, J @ linalg.solve(la.posterior.precision, eye) @ J.mT)
         close(prediction.f_mean, outputs_of(net, case.inputs))
-        M = la._spread.precision
+        M = la.spread.precision
         if structure != "full":
             close(linalg.solve(M, eye), torch.linalg.inv(linalg.to_dense(M)))
 

@@ -253,7 +253,7 @@ def test_what_is_tuned_is_a_stationary_point_that_em_shares(norm: str, prior: An
         inside = torch.tensor([f"precision[{name}]" not in tuned.tuning.at_bound for name in tuned.prior.names])
         gap = (gamma - lam * square).abs() / gamma.clamp(min=1)
         assert (gap[inside] <= 1.01e-3).all()
-        trace = lw.operators.linalg.traces(tuned._spread.precision, tuned.prior.groups())
+        trace = lw.operators.linalg.traces(tuned.spread.precision, tuned.prior.groups())
         assert trace.shape == gamma.shape
         covariance = torch.linalg.inv(lw.operators.linalg.to_dense(tuned.posterior.precision)).diagonal()
         index = tuned.prior.index if tuned.prior.index is not None else torch.zeros(len(covariance)).long()

@@ -23,17 +23,21 @@ from lapwing import (
 from lapwing.api import Laplace, from_state, laplace, load
 from lapwing.curvature import accumulate
 from lapwing.doctor import doctor
+from lapwing.log_joint import LogJoint, log_joint
 from lapwing.merging import merge
 from lapwing.posterior import condition
 from lapwing.predictive import Prediction, predict
 from lapwing.selection import compare
+from lapwing.shell import Fitted, mixture
 from lapwing.tangent import linearize
 from lapwing.tune import OnlineEvidence
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Fitted",
     "Laplace",
+    "LogJoint",
     "OnlineEvidence",
     "Prediction",
     "accumulate",
@@ -50,8 +54,10 @@ __all__ = [
     "likelihoods",
     "linearize",
     "load",
+    "log_joint",
     "merge",
     "metrics",
+    "mixture",
     "operators",
     "outputs",
     "posterior",

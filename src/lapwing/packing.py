@@ -24,6 +24,7 @@ from lapwing.errors import BrokenFile, InvalidValue, LapwingError
 DEPTH = 64  # of a tree
 HOW = {
     "likelihood": "derive it from lw.likelihoods.Likelihood",
+    "posterior": "register it with lw.posterior.register",
     "prior": "derive it from lw.priors.Prior",
     "structure": "decorate its class with @lw.curvature.register, above @dataclass",
 }
@@ -278,8 +279,10 @@ def pack_object(thing: Any, family: str, prefix: str, tensors: dict[str, Tensor]
     return {"kind": name, "module": module, "fields": kept}
 
 
-def unpack_object(spec: Any, family: str, tensors: Tensors, depth: int = 0) -> Any:
-    """The inverse. What comes out must hold what the file holds."""
+def unpack_object(
+    spec: Any, family: str, tensors: Tensors, depth: int = 0, bound: Mapping[str, Any] | None = None
+) -> Any:
+    """The inverse, with what its class names as `bound`. What comes out must hold what the file holds."""
     entries = Entries(spec, f"its {family}")
     if depth > DEPTH:
         raise tensors.broken(f"has a {family} of more than {DEPTH} levels")
@@ -299,7 +302,7 @@ def unpack_object(spec: Any, family: str, tensors: Tensors, depth: int = 0) -> A
         given[name] = value
     held.done()
     with sound(f"its {cls.__name__}"):
-        found = cls(**given)
+        found = cls(**given, **(bound or {}))
     for name, value in given.items():
         if not _equal(getattr(found, name), value):
             raise tensors.broken(f"has a {cls.__name__} whose {name} does not stay as it is saved, {_short(value)}")

@@ -88,6 +88,10 @@ class Likelihood:
         """That of some of the sources of f."""
         return self
 
+    def spread(self, count: int) -> dict[str, Tensor]:
+        """The hyperparameters of each of so many sources of f, {name: (count, ...)}."""
+        return {name: value.expand(count, *value.shape) for name, value in self.hyperparameters.items()}
+
     @property
     def unit(self) -> Any:
         """The same at unit scale."""

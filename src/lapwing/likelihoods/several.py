@@ -42,15 +42,21 @@ class Several(Likelihood):
             object.__setattr__(self, name, getattr(self.base, name))
 
     @staticmethod
-    def of(members: Sequence[Likelihood]) -> Likelihood:
-        """Those of several posteriors; the first where they are the same."""
+    def of(members: Sequence[Likelihood], counts: Sequence[int]) -> Likelihood:
+        """Those of several posteriors, of so many sources each; the first where they are the same."""
         kinds = {one.kind for one in members}
         if len(kinds) != 1:
             raise InvalidValue(f"their likelihoods differ: {sorted(kinds)}; fit them alike")
-        names = members[0].hyperparameters
-        values = {k: torch.stack(torch.broadcast_tensors(*(m.hyperparameters[k] for m in members))) for k in names}
-        same = all(bool((value == value[0]).all()) for value in values.values())
-        return members[0] if same else Several(members[0], {k: v.detach() for k, v in values.items()})
+        each = [one.spread(count) for one, count in zip(members, counts, strict=True)]
+        shapes = {k: torch.broadcast_shapes(*(one[k].shape[1:] for one in each)) for k in each[0]}
+        drawn = {k: torch.cat([one[k].expand(-1, *shape) for one in each]).detach() for k, shape in shapes.items()}
+        same = all(bool((value == value[0]).all()) for value in drawn.values())
+        return members[0].some(0, 1) if same else Several(members[0].some(0, 1), drawn)
+
+    def spread(self, count: int) -> dict[str, Tensor]:
+        """The hyperparameters of each of so many sources: there must be as many draws."""
+        fixed = {k: v.expand(len(self), *v.shape) for k, v in self.base.hyperparameters.items() if k not in self.drawn}
+        return {k: self.drawn[k] if k in self.drawn else fixed[k] for k in self.base.hyperparameters}
 
     def __len__(self) -> int:
         return len(next(iter(self.drawn.values())))

@@ -1,6 +1,6 @@
 """Posteriors: what is believed of a network after data, and how it becomes outputs."""
 
-from lapwing.posterior.base import Posterior
+from lapwing.posterior.base import Posterior, register
 from lapwing.posterior.conditioning import condition, curvature, placed, prior_precision
 from lapwing.posterior.gaussian import Gaussian
 from lapwing.posterior.mixture import Mixture
@@ -17,4 +17,5 @@ __all__ = [
     "curvature",
     "placed",
     "prior_precision",
+    "register",
 ]

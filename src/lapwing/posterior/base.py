@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapwing import tree
+from lapwing import registry, tree
 from lapwing.data import check_finite
 from lapwing.errors import InvalidValue
 from lapwing.outputs import Outputs
 from lapwing.tangent import TangentModel
+
+P = TypeVar("P")
 
 
 class Posterior(Protocol):
@@ -26,6 +28,13 @@ class Posterior(Protocol):
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n weight vectors (n, p); of a Process, weights of its features (n, k)."""
+
+
+def register(cls: type[P]) -> type[P]:
+    """Let files name a class of posteriors, a dataclass whose class variable `bound` names what belongs to a network;
+    as a decorator, above @dataclass."""
+    registry.enter("posterior", cls)
+    return cls
 
 
 def check_inputs(x: Any) -> None:

@@ -39,6 +39,7 @@ class Gaussian:
     mean: Tensor  # (p,), float64
     precision: Any  # operator, G + A
     parts: tuple[Part, ...] = ()  # of a precision that is cut into parts
+    memory_budget: int = 2**30  # bytes, of predictions
 
     @property
     def layout(self) -> Layout:
@@ -73,10 +74,9 @@ class Gaussian:
         center: Tensor | None = None,
         samples: int = 64,
         generator: torch.Generator | None = None,
-        memory_budget: int = 2**30,
     ) -> Outputs:
         """About f(x), or about h(x, v̄) where a center v̄ (p,) is given; samples: draws, of outputs that are many."""
-        samples, budget = given.whole(samples, "samples", 1), given.memory(memory_budget)
+        samples, budget = given.whole(samples, "samples", 1), given.memory(self.memory_budget)
         ranks = getattr(self.precision, "ranks", ALONE)
         with ranks.sharing_errors("reading the inputs"):
             check_inputs(x)

@@ -11,16 +11,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing import given, registry
+from lapwing import given
 from lapwing.errors import InvalidValue
 from lapwing.outputs import Draws
-from lapwing.posterior.base import check_inputs
+from lapwing.posterior.base import check_inputs, register
 from lapwing.posterior.gaussian import wide
 from lapwing.tangent import TangentModel
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class Particles:
     """`weights` (s, p) of the selected parameters; `log_weight` (s,), or None where they are equal."""
@@ -61,6 +62,3 @@ class Particles:
 
     def __str__(self) -> str:
         return f"{len(self.weights)} particles"
-
-
-registry.enter("posterior", Particles)

@@ -6,6 +6,7 @@ via="network"   weights are drawn and run through the network itself; known to u
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ def predict(
     via: str = "tangent",
     samples: int = 64,
     generator: torch.Generator | None = None,
-    memory_budget: int = 2**30,
+    memory_budget: int | None = None,
 ) -> Prediction:
     """Predict at x, about f(x), or about h(x, v̄) = f(x) + J(x)(v̄ − θ*) where a center v̄ (p,) is given."""
+    if memory_budget is not None:
+        posterior = replace(posterior, memory_budget=memory_budget)
     if via == "tangent":
-        made = posterior.outputs(
-            x, joint, center=center, samples=samples, generator=generator, memory_budget=memory_budget
-        )
+        made = posterior.outputs(x, joint, center=center, samples=samples, generator=generator)
         return Prediction(likelihood, made, link)
     if via != "network":
         raise InvalidValue(f"via must be 'tangent' or 'network', got {via!r}")

@@ -1,4 +1,5 @@
-"""Models side by side: log Z = fit − quadratic − occam of each (Eq. 5), and what held-out data say.
+"""Models side by side: log Z = fit − quadratic − occam of each (Eq. 5), and what held-out data say. Posteriors without
+an evidence (particles, mixtures) are compared by held-out data alone.
 
 Evidences are of the same thing only if they are densities of the same targets, under the same kind of likelihood, with
 the same kind of weights integrated over: a last layer's evidence takes the layers below as given, and is no rival of a
@@ -11,7 +12,7 @@ import html
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,17 +24,18 @@ from lapwing.tree import layer_of
 
 @dataclass(frozen=True)
 class Row:
-    """One model. log_evidence = fit − quadratic − occam, at the model's own center, prior and noise."""
+    """One model. log_evidence = fit − quadratic − occam, at the model's own center, prior and noise; None where its
+    posterior has no evidence."""
 
     name: str
-    log_evidence: float
-    difference: float  # to the best, ≤ 0
-    fit: float
-    quadratic: float
-    occam: float
-    effective_dimension: float
+    log_evidence: float | None
+    difference: float | None  # to the best, ≤ 0
+    fit: float | None
+    quadratic: float | None
+    occam: float | None
+    effective_dimension: float | None
     parameters: int
-    structure: str
+    structure: str  # of the curvature, or what the posterior is made of
     bound: str
     center: str
     tuned: str  # the method, or "no"
@@ -42,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows by falling evidence; prints as a table."""
+    """Rows by falling evidence, or by rising held-out NLL where one has no evidence; prints as a table."""
 
     rows: tuple[Row, ...]
     n: int  # examples that the evidence is of
@@ -50,7 +52,7 @@ class Comparison:
 
     @property
     def best(self) -> Row:
-        """The row of the model with the highest evidence."""
+        """The first row."""
         return self.rows[0]
 
     def __getitem__(self, name: str) -> Row:
@@ -69,14 +71,20 @@ class Comparison:
         out = [[*head, "structure", "center", "tuned", *(["held-out NLL"] if held else [])]]
         for r in self.rows:
             numbers = [r.log_evidence, r.difference, r.fit, r.quadratic, r.occam, r.effective_dimension]
-            plain = [f"{v:.2f}" for v in numbers] + [f"{r.parameters:,}", r.structure, r.center, r.tuned]
+            plain = ["" if v is None else f"{v:.2f}" for v in numbers] + [
+                f"{r.parameters:,}",
+                r.structure,
+                r.center,
+                r.tuned,
+            ]
             out.append([r.name, *plain, *(["" if r.nll is None else f"{r.nll:.4f}"] if held else [])])
         return out
 
     def _notes(self) -> list[str]:
-        kinds = dict.fromkeys(row.bound for row in self.rows)
+        kinds = dict.fromkeys(row.bound for row in self.rows if row.bound)
         labels = [f"{kind}: {', '.join(row.name for row in self.rows if row.bound == kind)}" for kind in kinds]
-        return [f"evidence of {self.n:,} examples over {self.weights}", "log evidence is " + "; ".join(labels)]
+        notes = [f"evidence of {self.n:,} examples over {self.weights}"]
+        return [*notes, "log evidence is " + "; ".join(labels)] if labels else notes
 
     def __repr__(self) -> str:
         table = self._table()
@@ -105,16 +113,20 @@ class Comparison:
             raise Unsupported(
                 "comparison.plot() needs matplotlib, which is not installed; pip install 'lapwing[demo]'"
             ) from error
+        if any(row.log_evidence is None for row in self.rows):
+            raise Unsupported("comparison.plot() is of evidences, and some of these have none; plot their held-out NLL")
         held = all(row.nll is not None for row in self.rows)
         figure = Figure(figsize=(10 if held else 5, 0.4 * len(self.rows) + 2), layout="constrained")
         axes = figure.subplots(1, 2 if held else 1, squeeze=False)[0]
-        axes[0].barh([r.name for r in self.rows], [r.difference for r in self.rows], color="#0072B2")
+        axes[0].barh([r.name for r in self.rows], [r.difference or 0.0 for r in self.rows], color="#0072B2")
         axes[0].invert_yaxis()
         axes[0].set_xlabel("log evidence, difference to the best (nats)")
         if held:
-            axes[1].plot([r.log_evidence for r in self.rows], [r.nll for r in self.rows], "o", color="#D55E00")
+            axes[1].plot([r.log_evidence or 0.0 for r in self.rows], [r.nll for r in self.rows], "o", color="#D55E00")
             for r in self.rows:
-                axes[1].annotate(r.name, (r.log_evidence, r.nll or 0.0), xytext=(4, 4), textcoords="offset points")
+                axes[1].annotate(
+                    r.name, (r.log_evidence or 0.0, r.nll or 0.0), xytext=(4, 4), textcoords="offset points"
+                )
             axes[1].set_xlabel("log evidence")
             axes[1].set_ylabel("held-out negative log-likelihood, mean a point")
         return figure
@@ -122,20 +134,38 @@ class Comparison:
 
 @torch.inference_mode(False)
 def compare(models: Mapping[str, Any], data: Any = None) -> Comparison:
-    """The evidence of each {name: Laplace}, its terms, and with held-out data (X, y) or a loader its NLL beside it."""
+    """The evidence of each {name: fit}, its terms, and with held-out data (X, y) or a loader its NLL beside it. Fits may
+    be of any kind; where one has no evidence, they are compared by held-out data."""
     if not isinstance(models, Mapping) or not models:
         raise InvalidValue(f"compare takes {{name: la}} with at least one model, got {type(models).__name__}")
     for name, la in models.items():
-        if not hasattr(la, "decompose"):
-            raise InvalidValue(f"compare takes objects that lw.laplace made; {name!r} is a {type(la).__name__}")
-    _check_same(models)
-    _warn_mixed(models)
-    rows = [_row(str(name), la, None if data is None else as_batches(data)) for name, la in models.items()]
-    rows.sort(key=lambda row: -row.log_evidence)
-    best = rows[0].log_evidence
-    ordered = tuple(Row(**{**asdict(row), "difference": row.log_evidence - best}) for row in rows)
+        if not hasattr(la, "log_evidence") or not hasattr(la, "predict"):
+            raise InvalidValue(f"compare takes fits, such as lw.laplace makes; {name!r} is a {type(la).__name__}")
+    without = [name for name, la in models.items() if not hasattr(la, "decompose")]
+    if without and data is None:
+        raise InvalidValue(f"{without} have no evidence, so they are compared by held-out data: pass data=")
+    known = {name: la for name, la in models.items() if name not in without}
+    if known:
+        _check_same(known)
+        _warn_mixed(known)
+    held_out = None if data is None else as_batches(data)
+    rows = [(_row if name in known else _bare_row)(str(name), la, held_out) for name, la in models.items()]
+    if without:
+        rows.sort(key=lambda row: row.nll or 0.0)
+    else:
+        rows.sort(key=lambda row: -(row.log_evidence or 0.0))
+    best = max((row.log_evidence for row in rows if row.log_evidence is not None), default=0.0)
+    away = [None if row.log_evidence is None else row.log_evidence - best for row in rows]
+    ordered = tuple(replace(row, difference=d) for row, d in zip(rows, away, strict=True))
     first = next(iter(models.values()))
-    return Comparison(ordered, first.state.n, weights_of(first))
+    return Comparison(ordered, first.n, weights_of(first))
+
+
+def _bare_row(name: str, fit: Any, held_out: Any) -> Row:
+    """Of a posterior without evidence."""
+    nll = held_out_nll(fit, held_out)
+    made, size = getattr(fit, "made", "") or "no", fit.tangent.layout.size
+    return Row(name, None, None, None, None, None, None, size, str(fit.posterior), "", "", made, nll)
 
 
 def _row(name: str, la: Any, held_out: Any) -> Row:
@@ -172,7 +202,7 @@ def held_out_nll(la: Any, batches: Any) -> float:
 
 def weights_of(la: Any) -> str:
     """Which kind of weights the evidence integrates over."""
-    layout = la.state.layout
+    layout = la.tangent.layout
     if layout.masks:
         return "a mask of weights"
     if not la.frozen:
@@ -189,7 +219,7 @@ def _check_same(models: Mapping[str, Any]) -> None:
     for name, b in items[1:]:
         for what, mine, theirs, why in [
             ("likelihoods", a.likelihood.density, b.likelihood.density, "their densities are of different things"),
-            ("numbers of examples", a.state.n, b.state.n, "evidence is a density of all targets together"),
+            ("numbers of examples", a.n, b.n, "evidence is a density of all targets together"),
             ("weight subsets", weights_of(a), weights_of(b), "an evidence takes the weights left out as given"),
         ]:
             if mine != theirs:
@@ -197,7 +227,7 @@ def _check_same(models: Mapping[str, Any]) -> None:
                     f"{first!r} and {name!r} have different {what} ({mine}; {theirs}), so their evidences cannot be "
                     f"compared: {why}; fit them alike"
                 )
-        if None not in (a.state.targets, b.state.targets) and a.state.targets != b.state.targets:
+        if None not in (a.targets, b.targets) and a.targets != b.targets:
             raise InvalidValue(
                 f"{first!r} and {name!r} were fitted to different targets (other data, or the same in other units), so "
                 "their evidences cannot be compared: evidence is a density of the targets; fit them to the same"
@@ -218,7 +248,7 @@ def _warn_mixed(models: Mapping[str, Any]) -> None:
     centers = among(lambda la: la.center)
     if len(centers) > 1:
         said.append(f"centers differ ({centers}): take the evidence of all at one, by la.recentered()")
-    if any(la.state.targets is None for la in models.values()):
+    if any(la.targets is None for la in models.values()):
         said.append("a state does not say what its targets were, so that they are the same is taken on trust")
     for text in said:
         warnings.warn(f"compare: {text}", LapwingWarning, stacklevel=3)

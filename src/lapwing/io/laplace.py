@@ -1,4 +1,4 @@
-"""Saving and loading: what goes into a file, as tensors and a JSON header (`files.py` writes and reads it).
+"""A Laplace posterior in a file, as tensors and a JSON header (`files.py` writes and reads it).
 
 The header holds the schema, likelihood, prior, structure, names and shapes of the parameters, N, and a fingerprint
 of every weight and buffer. A dual state keeps its inputs, so its file holds data; the header says so.
@@ -80,6 +80,11 @@ class Saved:
         if coverage != state.coverage:
             raise BrokenFile(f"it says of its parameters {state.coverage}, and they are {coverage}")
         return state
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of every weight and buffer."""
+        return self.state["fingerprints"]
 
     def center_at(self, device: torch.device) -> Center | None:
         """The tangent MAP, if one was saved, on a device."""
@@ -182,7 +187,8 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     """What a file holds, once it is seen to belong together."""
     entries, held = Entries(header), Tensors(tensors, path)
     entries.take("schema", "int")
-    layout = _layout(entries, held)
+    entries.take("kind", "str")
+    layout = take_layout(entries, held)
     likelihood = unpack_object(entries.take("likelihood_object", "dict"), "likelihood", held)
     prior = unpack_object(entries.take("prior", "dict"), "prior", held)
     state = _state(entries, held, layout, likelihood)
@@ -214,7 +220,7 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     return saved
 
 
-def _layout(entries: Entries, held: Tensors) -> Layout:
+def take_layout(entries: Entries, held: Tensors) -> Layout:
     """The parameters, with masks that select some of their elements, and not all."""
     shapes = entries.take("parameters", "dict")
     for name, shape in shapes.items():
@@ -252,9 +258,9 @@ def _state(entries: Entries, held: Tensors, layout: Layout, likelihood: Likeliho
         "n": n,
         "targets": entries.take("targets", "int | None", 0, 2**64 - 1),
         "lost": float(entries.take("lost", "float", 0, 100)),  # decimal digits
-        "fingerprints": _strings(entries, "fingerprints"),
+        "fingerprints": take_strings(entries, "fingerprints"),
         "parts": parts,
-        "coverage": _strings(entries, "coverage"),
+        "coverage": take_strings(entries, "coverage"),
         "sums": sums,
         "basis": basis,
         "statistics": _statistics(held, "statistics.", likelihood, n),
@@ -275,7 +281,7 @@ def _input_sums(held: Tensors, n: int) -> Tensor | None:
     return found
 
 
-def _strings(entries: Entries, key: str) -> dict[str, str]:
+def take_strings(entries: Entries, key: str) -> dict[str, str]:
     found = entries.take(key, "dict")
     if not all(type(value) is str for value in found.values()):
         raise BrokenFile(f"its {key} are not strings")

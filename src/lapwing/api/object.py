@@ -1,0 +1,388 @@
+"""The Laplace object: a thin shell over the flow.
+
+la   = laplace(model, data, "categorical")     fit: one pass over the data
+la   = la.tuned()                              prior and noise by evidence: a new object
+pred = la.predict(x)                           error bars
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing import curvature, io, likelihoods, priors
+from lapwing.api import other_data, tuning, words
+from lapwing.api.choices import checked_center, checked_mean
+from lapwing.arguments import as_likelihood, as_prior, as_shard
+from lapwing.center import Center, Jacobian, check_gaussian, read, tangent_map
+from lapwing.certify import Certificate, certify
+from lapwing.curvature import BUDGET, State
+from lapwing.curvature.matrix_free import source
+from lapwing.data import ranks_of
+from lapwing.errors import InvalidValue, Unsupported
+from lapwing.evidence import Evidence, decompose, effective_dimension
+from lapwing.operators import Samples, Streamed
+from lapwing.posterior import Gaussian, condition, placed
+from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
+from lapwing.predictive.own_data import training_nll, warn_unfit
+from lapwing.shell import Shell
+from lapwing.tangent import TangentModel
+from lapwing.tune import Tuning
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Laplace(Shell):
+    """A network with a Gaussian posterior over its weights. Frozen: every method that changes something returns
+    a new object; the curvature is shared."""
+
+    state: State
+    prior: priors.Prior
+    likelihood: likelihoods.Likelihood
+    center: str = "map"
+    tuning: Tuning | None = None
+    memory_budget: int = BUDGET
+    frozen: tuple[str, ...] = field(default=())  # parameters that are not Bayesian
+    data: Any = None  # what was fitted, for the verbs that read it again; a reference, never saved
+    at: Center | None = None  # v*, where it is known; see `tangent_map`
+    temperature: float = 1.0  # of the posterior: its covariance times that; 1 is Bayes, others by held-out data only
+
+    @property
+    def n(self) -> int:  # type: ignore[override]
+        """Examples that were fitted."""
+        return self.state.n
+
+    @property
+    def targets(self) -> int | None:  # type: ignore[override]
+        """A digest of their targets."""
+        return self.state.targets
+
+    @property
+    def tangent(self) -> TangentModel:
+        """The network as a function of its selected weights."""
+        return self.state.tangent
+
+    @cached_property
+    def posterior(self) -> Gaussian:
+        """N(v̄, (G + A)⁻¹) over the weights, v̄ the trained weights or the tangent MAP, as `center` says."""
+        return self.spread if self.center == "map" else replace(self.spread, mean=self.tangent_map.vector)
+
+    @cached_property
+    def spread(self) -> Gaussian:
+        """The posterior about the trained weights: all that error bars need."""
+        with torch.inference_mode(False), torch.no_grad():
+            found = condition(self.state, self.prior, self.likelihood, temperature=self.temperature)
+        return replace(found, memory_budget=self.memory_budget)
+
+    @cached_property
+    def tangent_map(self) -> Center:
+        """v* under this prior and noise, and how it was found; solved for on the data of the fit unless stored."""
+        return self.at if self.at is not None else self._tangent_map(self.prior, self.likelihood)
+
+    @property
+    def coverage(self) -> dict[str, str]:
+        """Parameter -> how it is treated."""
+        out = {**self.state.coverage, **dict.fromkeys(self.frozen, "frozen")}
+        dropped = self.prior.counts_dropped() if isinstance(self.prior, priors.GPrior) else {}
+        for name, n in dropped.items():
+            out[name] += f"; {n} of {self.state.layout.numel(name)} weights dropped by the g-prior: no curvature"
+        for name, share in self.captured[1].items():
+            out[name] += f"; {100 * share:.1f} % of its curvature"
+        return out
+
+    @property
+    def captured(self) -> tuple[str, dict[str, float]]:
+        """How much of the total curvature a low rank has, in words, and of each parameter's; none elsewhere."""
+        if not isinstance(self.state.structure, curvature.LowRank):
+            return "", {}
+        weights = self.likelihood.curvature_weights(self.state.factor.kind).to(self.tangent.device)
+        total, shares = self.state.structure.captured(self.state, weights.expand(self.state.weights))
+        return f" with {100 * total:.1f} % of the curvature", shares
+
+    # -- evidence -------------------------------------------------------------------------------------------------
+
+    def log_evidence(self, center: str | None = None, prior: Any = None, likelihood: Any = None) -> Tensor:
+        """log p(D), 0-dim float64; differentiable in hyperparameters that require grad.
+
+        center: "tangent" or "map", where `la.center` is not meant. At "tangent", v* belongs to one prior and noise: for
+        others it is solved for again, on the data of the fit."""
+        return self.decompose(center, prior, likelihood).log_evidence
+
+    @torch.inference_mode(False)
+    def decompose(self, center: str | None = None, prior: Any = None, likelihood: Any = None) -> Evidence:
+        """The log evidence by its terms, fit − quadratic − occam, and whether it bounds the full curvature's."""
+        new = (self._prior(prior), self._likelihood(likelihood))
+        if checked_center(center or self.center) == "map":
+            return decompose(self.state, *new)
+        same = prior is None and likelihood is None
+        return decompose(self.state, *new, self.tangent_map if same else self._tangent_map(*new))
+
+    @torch.inference_mode(False)
+    def effective_dimension(self) -> Tensor:
+        """How many directions the data determine, for each prior group."""
+        return effective_dimension(self.state, self.prior, self.likelihood)
+
+    @torch.inference_mode(False)
+    def tuned(
+        self,
+        method: str | None = None,
+        fixed: tuple[str, ...] = (),
+        data: Any = None,
+        center: str = "tangent",
+        mean: str = "network",
+    ) -> Laplace:
+        """A new object with the prior precision and noise that the evidence picks.
+
+        center: "tangent", the mode v* of the tangent model: right in every network, and reads the data (of the fit
+        unless given) several times; "map", the trained weights: reads none (but 64 examples that classes are
+        compared on afterwards), and is biased where they are no mode.
+        method: "mackay" iterates λ = γ/‖v̄‖² (the default at "tangent"); "evidence" follows the gradient (at "map");
+        "em" is mackay with γ from samples (matrix_free only, and its default);
+        "validation" searches for what predicts held-out `data` best: the prior, and the noise or temperature.
+        fixed: hyperparameters to hold. mean: that predictions will be about: for "network" a learnt noise is held at or
+        above the network's residuals; for "tangent", as in predict(mean="tangent"), those of h(x, v*) are enough.
+        """
+        return tuning.tuned(self, method, fixed, data, center, mean)
+
+    # -- new objects ----------------------------------------------------------------------------------------------
+
+    def replace(self, prior: Any = None, likelihood: Any = None) -> Laplace:
+        """The same curvature under another prior or noise; a tangent center is solved for when it is needed."""
+        return replace(self, prior=self._prior(prior), likelihood=self._likelihood(likelihood), tuning=None, at=None)
+
+    def gathered(self) -> Laplace:
+        """matrix_free over a process group, called on every rank: the same with all samples on each, for predictions at
+        inputs of a rank's own and to save. Other posteriors are whole on every rank as they are."""
+        if not self.streams:
+            return self
+        cache = {**self.state.cache, "streamed": self.spread.precision.gathered().cache}
+        return replace(self, state=replace(self.state, cache=cache))
+
+    @torch.inference_mode(False)
+    def recentered(self, data: Any = None) -> Laplace:
+        """The same prior and noise, centered at the tangent MAP v*: the evidence, and draws, are taken there."""
+        batches = self.read_again(data, "recentered()")
+        center = self._tangent_map(self.prior, self.likelihood, batches)
+        return replace(self, center="tangent", at=center, data=batches)
+
+    @torch.inference_mode(False)
+    def updated(self, more_data: Any, *, generator: torch.Generator | None = None, progress: bool = False) -> Laplace:
+        """The same as a fit over the old and the new data (ekfac: in the eigenbasis of the old).
+
+        Without a generator, the draws of a Monte-Carlo factor start from the number of examples seen so far, so that
+        those of one update are not those of the next."""
+        return other_data.updated(self, more_data, generator, progress)
+
+    @torch.inference_mode(False)
+    def without(self, data: Any, *, progress: bool = False) -> Laplace:
+        """The same as a fit without these of its data, by subtraction, at the same weights (ekfac: in the same basis).
+
+        `state.lost` decimal digits cancel, of which a warning tells when few are left. That the data were in the fit is
+        checked as far as sums can tell; a dual state finds and drops its rows. It keeps no reference to data."""
+        return other_data.without(self, data, progress)
+
+    # -- predictions ----------------------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        x: Any,
+        link: str = "auto",
+        joint: bool = False,
+        mean: str = "network",
+        via: str = "tangent",
+        *,
+        samples: int = 64,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Predict with error bars.
+
+        x: inputs as in the data; targets that a mapping holds under "labels" are left out.
+        link: "auto", "probit", "probit_centered", "bridge" or "monte_carlo", for classes.
+        joint: the covariance over all inputs together.
+        mean: "network", or "tangent" for h(x, v̄); the same while the center is the trained weights.
+        via: "tangent", or "network" to draw `samples` weights about the trained ones and run the network itself: that
+        underfits.
+        """
+        if checked_mean(mean) == "tangent" and via == "network":
+            raise InvalidValue("via='network' has a mean of its own, that of its runs; drop mean='tangent'")
+        moved = mean == "tangent" and self.center == "tangent"
+        warn_unfit(self._training_nll, stacklevel=2)
+        inputs = self.inputs(x)
+        return predict(
+            self.spread,
+            self.likelihood.plain,
+            inputs,
+            link,
+            center=self.tangent_map.vector if moved else None,
+            joint=joint,
+            via=via,
+            samples=samples,
+            generator=generator,
+        )
+
+    @cached_property
+    def _training_nll(self) -> tuple[float, ...]:
+        """That of `tuning`, or found now where the data are at hand and in this process; held-out data said it all."""
+        if self.tuning is not None and (self.tuning.train_nll or self.tuning.method == "validation"):
+            return self.tuning.train_nll
+        if self.data is None or ranks_of(self.data).group is not None:  # which may be gone by now
+            return ()
+        return training_nll(self.spread, self.likelihood, self.data, self.memory_budget)
+
+    def compared(self) -> Laplace:
+        """With the posterior held to some training data, which the record keeps; it warns where it does not fit them.
+        Samples of matrix_free are not solved for only for that: its predictions compare."""
+        if self.data is None or self.streams or self.tuning is None:
+            return self
+        nll = training_nll(self.spread, self.likelihood, self.data, self.memory_budget)
+        warn_unfit(nll, stacklevel=4)
+        out = replace(self, tuning=replace(self.tuning, train_nll=nll))
+        out.__dict__["spread"] = self.spread  # its factorization is made
+        return out
+
+    def function_samples(
+        self, n: int = 1, generator: torch.Generator | None = None, mean: str = "network"
+    ) -> FunctionSamples:
+        """n functions drawn from the posterior, each the same function at all inputs of all calls (Thompson sampling):
+        `functions(x)` are outputs (n, *f.shape). mean: that they are about, as in predict."""
+        moved = checked_mean(mean) == "tangent" and self.center == "tangent"
+        center = self.tangent_map.vector if moved else None
+        return function_samples(self.spread, n, generator, center)
+
+    # -- how good it is -------------------------------------------------------------------------------------------
+
+    def certify(
+        self,
+        n_probes: int = 32,
+        *,
+        inputs: Any = None,
+        data: Any = None,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> Certificate:
+        """How far the structured curvature is from the true GGN over the data of the fit: total curvature, log-det and
+        predictive variances, with standard errors. inputs: new ones, at which variances are compared; without them,
+        training inputs stand for new ones, each left out of both posteriors."""
+        if self.streams:
+            raise Unsupported(
+                "matrix_free multiplies by the true curvature, so there is nothing to certify; how well its solves "
+                "went is in la.solve, and predictions and evidence carry standard errors"
+            )
+        return certify(
+            self.state,
+            self.prior,
+            self.likelihood,
+            self.read_again(data, "certify"),
+            n_probes,
+            inputs=inputs,
+            generator=generator,
+            progress=progress,
+            memory_budget=self.memory_budget,
+        )
+
+    @property
+    def solve(self) -> Samples:
+        """matrix_free: the samples of the posterior (over a process group, this rank's) and how they were solved for,
+        residual, steps and passes."""
+        precision = self.spread.precision
+        if not isinstance(precision, Streamed):
+            raise Unsupported(f"structure '{self.state.structure}' is factorized, not solved by iteration")
+        return precision.samples
+
+    def packed(self, path: Any) -> io.Content:
+        """What goes into a file: tensors and a header, which are seen to be such as could be read again."""
+        tensors, header = io.pack_state(self.state)
+        more, objects = io.pack_objects(self.prior, self.likelihood, self.tuning)
+        found, center = io.pack_center(self.tangent_map if self.center == "tangent" else None)
+        if self.streams:
+            samples, solved = io.pack_samples(self.spread.precision)
+            found, center = found | samples, center | solved
+        extra = {
+            "schema": io.SCHEMA,
+            "kind": "laplace",
+            "center": self.center,
+            "memory_budget": self.memory_budget,
+            "forward_hook": self.tangent.custom_forward,
+            "temperature": self.temperature,
+        }
+        tensors, header = tensors | more | found, header | objects | center | extra
+        io.check_writable(tensors, header, path)
+        return tensors, header
+
+    # -- in a terminal --------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return words.described(self)
+
+    def read_again(self, data: Any, what: str, otherwise: str = "") -> Any:
+        """The batches to read again: those given, else those of the fit."""
+        if data is None and self.data is None:
+            raise InvalidValue(
+                f"{what} reads the training data again, which a file or state does not hold; pass data={otherwise}"
+            )
+        return self.data if data is None else as_shard(data, ranks_of(self.data))
+
+    def jacobian(self, batches: Any) -> Jacobian:
+        """J over the data, kept where its rows fit the memory budget."""
+        known = self.state.cache.get("jacobian")
+        if known is not None and known.batches is batches:
+            return known
+        found = read(self.state, self.likelihood, batches, self.memory_budget)
+        if found.rows is not None:
+            self.state.cache["jacobian"] = found
+        return found
+
+    @torch.inference_mode(False)
+    def _tangent_map(self, prior: Any, likelihood: Any, batches: Any = None) -> Center:
+        """v* for a prior and noise, started from that of this object where it is known."""
+        check_gaussian(prior)
+        if batches is None:
+            batches = self.read_again(None, "a tangent center for another prior or noise", " to recentered()")
+        return tangent_map(self.center_state, prior, likelihood, self.jacobian(batches), self.at).alone()
+
+    @property
+    def streams(self) -> bool:
+        """Whether the curvature is known by products over the data alone."""
+        return isinstance(self.state.structure, curvature.MatrixFree)
+
+    @property
+    def center_state(self) -> State:
+        """Whose curvature preconditions the solve for v*: the state's, or where that is streamed its companion's."""
+        return self.state.structure.companion(self.state) if self.streams else self.state
+
+    def attached(self, data: Any) -> Laplace:
+        """With these as the data of the fit."""
+        batches = as_shard(data, ranks_of(self.data))
+        return replace(self, data=batches, state=_sourced(self.state, self.likelihood, batches))
+
+    def _prior(self, prior: Any) -> priors.Prior:
+        if prior is None:
+            return self.prior
+        return placed(as_prior(prior, self.state.layout, self.tangent.device), self.state)
+
+    def _likelihood(self, likelihood: Any) -> likelihoods.Likelihood:
+        if likelihood is None:
+            return self.likelihood
+        return check_served(self.state, as_likelihood(likelihood).to(self.tangent.device))
+
+
+def _sourced(state: State, likelihood: likelihoods.Likelihood, data: Any) -> State:
+    """A streamed state with these as its data; others as they are."""
+    if not isinstance(state.structure, curvature.MatrixFree):
+        return state
+    budget = state.structure.memory_budget
+    return replace(state, source=source(state, likelihood, state.weights, data, budget))
+
+
+def check_served(state: State, likelihood: likelihoods.Likelihood) -> likelihoods.Likelihood:
+    """The likelihood, if the curvature in the state can serve it: the same kind, and no finer in its noise."""
+    weights = len(likelihood.curvature_weights(state.factor.kind))
+    if likelihood.kind != state.likelihood or weights not in (1, state.weights):
+        raise InvalidValue(
+            f"the curvature was accumulated for {state.likelihood} with {state.weights} weights; "
+            f"it cannot serve {likelihood.kind} with {weights}: fit again"
+        )
+    return likelihood

@@ -1,0 +1,65 @@
+"""Tuning a Laplace object: the prior and noise that the evidence, or held-out data, pick."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lapwing import tune
+from lapwing.api.choices import checked_center, checked_mean
+from lapwing.arguments import as_shard
+from lapwing.center import check_gaussian
+from lapwing.data import ranks_of
+from lapwing.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from lapwing.api.object import Laplace
+
+
+def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, center: str, mean: str) -> Laplace:
+    """As `Laplace.tuned` says."""
+    if checked_mean(mean) == "tangent" and (method == "validation" or checked_center(center) == "map"):
+        raise InvalidValue("mean='tangent' belongs to the evidence at center='tangent', which learns v* too")
+    if la.streams and data is not None and method != "validation":
+        return la.attached(data).tuned(method, fixed, None, center, mean)
+    if method == "validation":
+        return _validated(la, data, (fixed,) if isinstance(fixed, str) else tuple(fixed))
+    methods: dict[str, Any] = {"evidence": tune.evidence, "mackay": tune.mackay}
+    if la.streams:  # traces by samples
+        methods, method = {"em": tune.em}, method or "em"
+    method = method or ("mackay" if checked_center(center) == "tangent" else "evidence")
+    if method not in methods:
+        raise InvalidValue(f"method must be one of {[*methods, 'validation']}, got {method!r}")
+    fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
+    start = (la.state, la.prior, la.likelihood, fixed)
+    if checked_center(center) == "map":
+        if data is not None:
+            raise InvalidValue("center='map' reads no data: the evidence is of the data already fitted; drop data=")
+        tune.warn_no_mode(la.tangent)
+        prior, likelihood, tuning = methods[method](*start)
+        return replace(
+            la, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0
+        ).compared()
+    check_gaussian(la.prior)
+    batches = la.read_again(data, "tuned(center='tangent')", "; center='map' reads none")
+    tracker = tune.Tracker(la.center_state, la.jacobian(batches), mean)
+    prior, likelihood, tuning = methods[method](*start, tracker=tracker)
+    return replace(
+        la,
+        prior=prior,
+        likelihood=likelihood,
+        tuning=tuning,
+        center="tangent",
+        at=tracker.found(),
+        data=batches,
+        temperature=1.0,
+    ).compared()
+
+
+def _validated(la: Laplace, data: Any, fixed: tuple[str, ...]) -> Laplace:
+    """Tuned on held-out data; v* is not looked at, and solved for again when it is needed."""
+    if data is None:
+        raise InvalidValue("method='validation' needs held-out data, other than the fit's: pass data=")
+    batches = as_shard(data, ranks_of(la.data))
+    found = tune.validation(la.state, la.prior, la.likelihood, batches, fixed, la.temperature, la.memory_budget)
+    return replace(la, prior=found[0], likelihood=found[1], temperature=found[2], tuning=found[3], at=None)

@@ -1,0 +1,51 @@
+"""A Laplace object in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lapwing.operators import Streamed
+from lapwing.predictive.own_data import unfit
+
+if TYPE_CHECKING:
+    from lapwing.api.object import Laplace
+
+
+def described(la: Laplace) -> str:
+    """In one line: likelihood, curvature, prior, and how they were found."""
+    how = f"tuned by {la.tuning.method}" if la.tuning else "not tuned"
+    how += f" at the {la.tuning.center}" if la.tuning and la.tuning.center else ""
+    if la.center == "tangent" and not (la.tuning and la.tuning.center == "tangent"):
+        how += ", centered at the tangent MAP"
+    precision = la.spread.precision
+    if isinstance(precision, Streamed):
+        how += "; not solved yet" if precision.known is None else f"; {precision.known}"
+    if la.state.lost:
+        how += f"; {la.state.lost:.1f} digits lost by removals, about {max(0.0, la.state.digits):.1f} left"
+    known = la.tuning.train_nll if la.tuning else la.__dict__.get("_training_nll", ())
+    how += f"; {said}" if (said := unfit(known)) else ""
+    values = [f"{k} {_range(v.reshape(-1))}" for k, v in la.prior.hyperparameters.items()]
+    shown = ", ".join(values) or la.prior.kind
+    noise = "".join(f", {k}={_numbers(v)}" for k, v in la.likelihood.hyperparameters.items())
+    shown += "" if la.temperature == 1.0 else f"; temperature {la.temperature:.3g}"
+    return (
+        f"Laplace({la.likelihood.kind}{noise}; {la.state.structure}{la.captured[0]}, "
+        f"{la.state.factor} factor; "
+        f"{la.state.layout.size:,} parameters, {la.state.n:,} examples; prior {shown}; {how})"
+    )
+
+
+def _range(values: Tensor) -> str:
+    if values.numel() == 1:
+        return f"{float(values[0]):.4g}"
+    return f"{values.numel()} values, {float(values.min()):.3g} to {float(values.max()):.3g}"
+
+
+def _numbers(value: Tensor) -> str:
+    return (
+        f"{float(value):.4g}"
+        if value.numel() == 1
+        else "[" + ", ".join(f"{v:.4g}" for v in value.flatten().tolist()) + "]"
+    )

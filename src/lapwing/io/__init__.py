@@ -1,0 +1,32 @@
+"""Saving and loading: what goes into a file, and the checks when it comes out."""
+
+from lapwing.io.laplace import (
+    SCHEMA,
+    Saved,
+    check_weights,
+    check_writable,
+    checked,
+    pack_center,
+    pack_objects,
+    pack_samples,
+    pack_state,
+)
+from lapwing.io.posteriors import Content, SavedFit, checked_fit, members_of, pack_blended, pack_fitted
+
+__all__ = [
+    "SCHEMA",
+    "Content",
+    "Saved",
+    "SavedFit",
+    "check_weights",
+    "check_writable",
+    "checked",
+    "checked_fit",
+    "members_of",
+    "pack_blended",
+    "pack_center",
+    "pack_fitted",
+    "pack_objects",
+    "pack_samples",
+    "pack_state",
+]

@@ -1,0 +1,158 @@
+"""What every network with a posterior offers, whatever its posterior is: predict, draw, save, compare.
+
+    Shell     the verbs, written once
+    Fitted    a posterior of any kind: particles of a sampler, say
+    Blended   several of these as one, with weights: a mixture
+
+`Laplace` is another, with verbs of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing import files, io, tree
+from lapwing.data import inputs_of
+from lapwing.errors import InvalidValue, Unsupported
+from lapwing.likelihoods import Likelihood, Several
+from lapwing.posterior import Mixture, Posterior
+from lapwing.posterior.mixture import log_weights
+from lapwing.predictive import Prediction
+from lapwing.priors import Prior
+from lapwing.tangent import TangentModel
+
+
+class Shell:
+    """A network with a posterior. Frozen: whatever changes something returns a new object."""
+
+    posterior: Any
+    likelihood: Likelihood
+    n: int
+    targets: int | None
+
+    @property
+    def tangent(self) -> TangentModel:
+        """The network as a function of its selected weights."""
+        return self.posterior.tangent
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Parameters that are not Bayesian."""
+        layout = self.tangent.layout
+        known = {*layout.shapes, *layout.empty}
+        return tuple(n for n, _ in self.tangent.model.named_parameters() if n not in known)
+
+    def inputs(self, x: Any) -> Any:
+        """Inputs as users give them, on the network's device, without targets."""
+        return tree.moved(inputs_of(x), self.tangent.device)
+
+    def predict(self, x: Any, link: str = "auto", joint: bool = False) -> Prediction:
+        """Predict with error bars at inputs as in the data; joint: all inputs together. link: as in `Laplace.predict`,
+        where outputs are normal."""
+        return Prediction(self.likelihood.plain, self.posterior.outputs(self.inputs(x), joint), link)
+
+    def __call__(self, x: Any) -> Prediction:
+        return self.predict(x)
+
+    def draw(self, n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """n weight samples, {parameter: (n, *shape)}: absolute weights, in the network's dtype."""
+        if n < 1:
+            raise InvalidValue(f"draw gives at least 1 sample, asked for {n}")
+        flat = self.posterior.draw(n, generator).to(self.tangent.dtype)
+        return torch.func.vmap(lambda vector: self.tangent.embed(self.tangent.layout.unflatten(vector)))(flat)
+
+    def log_evidence(self) -> Tensor:
+        """log p(D), where it is known."""
+        raise Unsupported(f"{self!r} has no evidence: its posterior is known by draws; compare on held-out data")
+
+    def packed(self, path: Any) -> io.Content:
+        """What goes into a file: tensors and a header, which are seen to be such as could be read again."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file, whole or not at all."""
+        files.check_target(path)
+        files.write(path, *self.packed(path))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Fitted(Shell):
+    """A network with a posterior of any kind."""
+
+    posterior: Posterior
+    likelihood: Likelihood
+    prior: Prior
+    n: int  # examples
+    targets: int | None = None  # a digest of them, by which comparisons know them
+    made: str = ""  # by what
+
+    def packed(self, path: Any) -> io.Content:
+        """What goes into a file: tensors and a header."""
+        return io.pack_fitted(self, path)
+
+    def __repr__(self) -> str:
+        return (
+            f"Fitted({self.likelihood.kind}; {self.posterior} by {self.made}; {self.tangent.layout.size:,} parameters, "
+            f"{self.n:,} examples; prior {self.prior.kind})"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Blended(Shell):
+    """Several networks with posteriors as one, member k with the weight w_k."""
+
+    members: tuple[Shell, ...]
+    log_weight: Tensor  # (k,), float64
+
+    @cached_property
+    def posterior(self) -> Mixture:
+        """The mixture of the members'."""
+        return Mixture(tuple(one.posterior for one in self.members), self.log_weight)
+
+    @property
+    def likelihood(self) -> Likelihood:  # type: ignore[override]
+        """The first member's; others may have another noise."""
+        return self.members[0].likelihood
+
+    @property
+    def n(self) -> int:  # type: ignore[override]
+        """Examples."""
+        return self.members[0].n
+
+    @property
+    def targets(self) -> int | None:  # type: ignore[override]
+        """A digest of the targets."""
+        return self.members[0].targets
+
+    def predict(self, x: Any, link: str = "auto", joint: bool = False) -> Prediction:
+        """Predict with error bars, each member under its own noise."""
+        made = self.posterior.outputs(self.inputs(x), joint)
+        own = Several.of([one.likelihood.plain for one in self.members], [one.sources for one in made.members])
+        return Prediction(own, made, link)
+
+    def packed(self, path: Any) -> io.Content:
+        """What goes into a file: what its members' would hold, and their networks."""
+        return io.pack_blended(self, path)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{math.exp(w):.3g} × {one!r}" for w, one in zip(self.log_weight, self.members, strict=True))
+        return f"Mixture({shown})"
+
+
+def mixture(members: Sequence[Shell], weights: Any = "uniform") -> Blended:
+    """Several fits as one, each with its weight: fits of one network trained from several starts, say.
+
+    weights: "uniform", or a number for each, which need not sum to one. Their networks must have outputs of one
+    shape, and their likelihoods be of one kind; each keeps its own noise."""
+    if not isinstance(members, Sequence) or not members or not all(isinstance(one, Shell) for one in members):
+        raise InvalidValue(f"mixture takes a list of fits, such as lw.laplace gives, at least one; got {members!r}")
+    Several.of([one.likelihood.plain for one in members], [1] * len(members))  # raises where they differ
+    return Blended(tuple(members), log_weights(weights, len(members)))
