@@ -282,6 +282,7 @@ def _input_sums(held: Tensors, n: int) -> Tensor | None:
 
 
 def take_strings(entries: Entries, key: str) -> dict[str, str]:
+    """An entry {name: string}."""
     found = entries.take(key, "dict")
     if not all(type(value) is str for value in found.values()):
         raise BrokenFile(f"its {key} are not strings")
