@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, distributions, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close, seeded
 from lapwing.curvature.factor import Factor, output_factor
 from lapwing.errors import Unsupported
 from lapwing.likelihoods import (
@@ -46,14 +46,6 @@ from lapwing.operators import linalg
 
 Z = 5.0  # standard errors
 SEEDS = (0, 1)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def softplus_half(x: Tensor) -> Tensor:

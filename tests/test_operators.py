@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
+from helpers import close, seeded
 from lapwing.errors import LapwingError, LapwingWarning, NotPositiveDefinite, Unsupported
 from lapwing.operators import (
     Blocks,
@@ -43,14 +43,6 @@ SEEDS = (0, 1)
 SCALES = (None, 0.3)
 BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3))
 Z = 5.0  # standard errors: a false alarm once in a million
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:

@@ -14,15 +14,12 @@ from torch import Tensor, distributions, nn
 from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.operators import Diagonal, linalg
 from lapwing.priors import Gaussian, GPrior, Prior
 from lapwing.tangent import linearize
 from lapwing.tree import Layout
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def layout_of(model: nn.Module) -> Layout:

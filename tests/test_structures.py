@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import backward_rows, close, integers
+from helpers import normal as numbers
 from lapwing.curvature import Block, Diagonal, Factor, Full, Kronecker, accumulate
 from lapwing.curvature.factor import output_factor
 from lapwing.errors import InvalidValue, Unsupported
@@ -28,18 +29,6 @@ from lapwing.operators import linalg
 from lapwing.tangent import linearize
 
 N, C = 5, 3
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def filled(net: nn.Module) -> Any:
@@ -101,12 +90,7 @@ def case(name: str) -> tuple[Any, Tensor, Tensor]:
 @cache
 def jacobians(name: str) -> Tensor:
     net, x, _ = case(name)
-    parameters = list(net.parameters())
-    rows = [
-        torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, parameters, retain_graph=True)])
-        for value in net(x).reshape(-1)
-    ]
-    return torch.stack(rows).reshape(N, C, -1)
+    return backward_rows(net(x), net.parameters()).reshape(N, C, -1)
 
 
 @cache
