@@ -245,15 +245,35 @@ def test_batches_order_and_shards_do_not_matter(name: str, structure: str, facto
         close(linalg.to_dense(operator(other)), linalg.to_dense(operator(whole)))
 
 
+def by_layer(G: Tensor) -> Tensor:
+    """The diagonal blocks of the two layers, of 16 and 10 weights, of the perceptron of `check_structure`."""
+    return torch.block_diag(G[:16, :16], G[16:, 16:])
+
+
+LAWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "primal": (Full("primal"), {"keeps": lambda G: G}),
+    "dual": (Full("dual"), {"keeps": lambda G: G}),
+    "diag": (Diagonal(), {"keeps": lambda G: G.diagonal().diag()}),
+    "block": (Block(), {"keeps": by_layer}),
+    "kron": (Kronecker(), {"shifts": ("uniform", "grouped")}),
+    "kron reduce": (Kronecker(sharing="reduce"), {"shifts": ("uniform", "grouped")}),
+    "ekfac": (lw.curvature.EigenKronecker(), {"shifts": ("uniform", "grouped"), "adds": False}),
+    "low rank": (lw.curvature.LowRank(), {"adds": False}),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", LAWS)
+def test_it_keeps_the_laws_of_structures(name: str, seed: int) -> None:
+    structure, options = LAWS[name]
+    lw.testing.check_structure(structure, **options, seed=seed)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_more_data_update_a_fit(structure: str) -> None:
+def test_it_keeps_the_laws_of_structures_on_a_convolution(structure: str) -> None:
     net, x, y = case("conv2d")
-    whole = lw.laplace(net, (x, y), "categorical", structure=STRUCTURES[structure])
-    first = lw.laplace(net, (x[:3], y[:3]), "categorical", structure=STRUCTURES[structure])
-    first.log_evidence(), first.predict(x).covariance  # factorizations of the first data do not linger
-    parts = first.updated((x[3:], y[3:]))
-    close(parts.log_evidence(), whole.log_evidence())
-    close(parts.predict(x).covariance, whole.predict(x).covariance)
+    shifts = ("uniform", "grouped") if "kron" in structure else ("uniform", "grouped", "element")
+    lw.testing.check_structure(STRUCTURES[structure], problem=(net, x, y, Categorical()), shifts=shifts)
 
 
 def test_states_of_different_sharing_or_factor_do_not_add() -> None:

@@ -16,6 +16,7 @@ from lapwing import (
     selection,
     subsets,
     tangent,
+    testing,
     tune,
 )
 from lapwing.api import Laplace, from_state, laplace, load
@@ -58,5 +59,6 @@ __all__ = [
     "selection",
     "subsets",
     "tangent",
+    "testing",
     "tune",
 ]
