@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers import backward_rows
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_torch() -> None:
@@ -122,13 +124,6 @@ def jacobian() -> Callable[..., Tensor]:
 
     def oracle(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Tensor:
         twin = copy.deepcopy(model).eval().requires_grad_(True)
-        parameters = list(twin.parameters())
-        out = run(twin)
-        rows = []
-        for value in out.reshape(-1):
-            grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-            pairs = zip(grads, parameters, strict=True)
-            rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs]))
-        return torch.stack(rows).reshape(*out.shape, -1)
+        return backward_rows(run(twin), twin.parameters())
 
     return oracle

@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from helpers import backward_rows, close
 from lapwing.errors import InvalidValue, LapwingWarning, NotConverged, Unsupported
 from lapwing.tune import surrogate
-
-
-def close(a: Tensor, b: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def trained(online: lw.OnlineEvidence, model: nn.Module, data: tuple[Tensor, Tensor], epochs: int) -> None:
@@ -255,13 +252,7 @@ def gated_evidence(model: Gated, x: Tensor, y: Tensor, likelihood: str, precisio
     """The whole evidence by dense autograd, at the model's gate and bend."""
     weights = [p for n, p in model.named_parameters() if n.startswith("fc")]
     f = model(x)
-    rows = torch.stack(
-        [
-            torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, weights, retain_graph=True)])
-            for value in f.reshape(-1)
-        ]
-    ).reshape(*f.shape, -1)
-    f = f.detach()
+    rows, f = backward_rows(f, weights), f.detach()
     if likelihood == "gaussian":
         hessian = torch.eye(2).double().expand(len(x), 2, 2) / SIGMA**2
         log_lik = torch.distributions.Normal(f, SIGMA).log_prob(y).sum()

@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributions, nn
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing import tree
 from lapwing.errors import InvalidValue
 from lapwing.operators import linalg
 from lapwing.priors import Gaussian
 from lapwing.tangent import linearize
 from lapwing.tree import Layout
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 class Net(nn.Module):

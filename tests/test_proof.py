@@ -5,26 +5,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
+import helpers
 import lapwing as lw
+from helpers import normal
 from lapwing.errors import LapwingWarning, Unsupported
 from lapwing.operators import linalg
 
 SLOW = "ignore:this network"
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    assert_close(actual, expected, rtol=1e-8, atol=1e-9)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+close = partial(helpers.close, absolute=1e-9)
 
 
 # -- PReLU, whose weight gradient torch batches wrongly ----------------------------------------------------------------

@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from helpers import close
 from lapwing.curvature.rows import StreamedRows
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.tangent import TangentModel, linearize
 from lapwing.tangent.kernels import composed_embedding_bag, plain_kernels
 
 Oracle = Callable[..., Tensor]
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def direction(tangent: TangentModel, seed: int = 0) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from lapwing import (
     selection,
     subsets,
     tangent,
+    testing,
     tune,
 )
 from lapwing.api import Laplace, from_state, laplace, load
@@ -68,5 +69,6 @@ __all__ = [
     "selection",
     "subsets",
     "tangent",
+    "testing",
     "tune",
 ]
