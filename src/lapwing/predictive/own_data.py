@@ -54,7 +54,7 @@ def _sums(tangent: TangentModel, posterior: Gaussian, likelihood: Likelihood, ba
     if len(y) > EXAMPLES or positions * outputs > MANY:
         return torch.zeros(3, dtype=torch.float64)
     made = predict(tangent, posterior, likelihood.plain, x, memory_budget=budget)
-    made = replace(made, likelihood=likelihood)  # the targets are those of the fit: weighted, ignored
+    made = replace(made, likelihood=likelihood.predictive)  # the targets are those of the fit: weighted, ignored
     mine, network = made.log_prob(y), _certain(made).log_prob(y)
     return -torch.tensor([float(mine.sum()), float(network.sum()), -len(y) * positions], dtype=torch.float64)
 

@@ -52,6 +52,7 @@ def predict(
 ) -> Prediction:
     """Predict at x, about f(x), or about h(x, v̄) = f(x) + J(x)(v̄ − θ*) where a center v̄ is given."""
     samples, memory_budget = given.whole(samples, "samples", 1), given.memory(memory_budget)
+    likelihood = likelihood.predictive
     ranks = posterior.precision.ranks if isinstance(posterior.precision, Streamed) else ALONE
     with ranks.sharing_errors("reading the inputs"):
         check_finite(x, "the inputs")
