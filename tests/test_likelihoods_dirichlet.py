@@ -321,6 +321,13 @@ def test_the_fit_of_own_data_is_that_of_labels(draws: bool) -> None:
         assert plain == pytest.approx(float(-(each * (t * log_p).sum(-1)).mean()), rel=1e-6)
 
 
+def test_ella_and_conformal_sets_are_of_classes() -> None:
+    net, x, y = network(3), inputs(30, 3), labels(30, 3)
+    pred = lw.gp.ella(net, (x, y), "dirichlet", rank=6).predict(x, link="monte_carlo")
+    close(pred.log_prob(y), pred.probs.gather(-1, y[:, None]).squeeze(-1).log(), 1e-6)
+    assert lw.conformal.calibrate(pred, y).sets(pred).shape == (30, 3)
+
+
 def test_held_out_labels_tune_it() -> None:
     net, x, y = sure_network()
     la = lw.laplace(net, (x, y), "dirichlet", structure="kron")
@@ -328,8 +335,12 @@ def test_held_out_labels_tune_it() -> None:
     hard = la.tuned(method="validation", data=(other, wrong), fixed="temperature")
     soft = la.tuned(method="validation", data=(other, one_hot(wrong, 3)), fixed="temperature")
     close(hard.prior.precision, soft.prior.precision)
-    here, before = (-one.predict(other).log_prob(wrong).mean() for one in (hard, la))
-    assert float(here) < float(before)
+
+    def nll(precision: float) -> float:
+        return lw.metrics.nll(la.replace(prior=precision).predict(other), wrong)
+
+    best = float(hard.prior.precision)
+    assert nll(best) <= min(nll(best * s) for s in (0.3, 0.8, 1.25, 3.0))
 
 
 # -- around it -----------------------------------------------------------------------------------------------------
