@@ -26,6 +26,8 @@ from lapwing.likelihoods import (
     Categorical,
     ClassWeighted,
     CorrelatedGaussian,
+    Dirichlet,
+    DirichletBernoulli,
     Gaussian,
     HeteroscedasticGaussian,
     Ignoring,
@@ -188,6 +190,28 @@ def smoothed(f: Tensor, y: Tensor) -> Tensor:
     return (torch.log_softmax(f, -1) * t).sum()
 
 
+def gamma_observation(alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of log g, where E[g] = Var[g] = α and g is log-normal."""
+    variance = (1 + 1 / alpha).log()
+    return alpha.log() - variance / 2, variance.sqrt()
+
+
+def dirichlet(f: Tensor, t: Tensor) -> Tensor:
+    """Of probabilities t (c,); ε = 0.1."""
+    target, noise = gamma_observation(0.1 + t)
+    return distributions.Normal(f, noise, validate_args=False).log_prob(target).sum()
+
+
+def dirichlet_label(f: Tensor, y: Tensor) -> Tensor:
+    return dirichlet(f, (torch.arange(len(f)) == y).double())
+
+
+def dirichlet_bernoulli(f: Tensor, y: Tensor) -> Tensor:
+    (one, its), (zero, other) = gamma_observation(0.3 + y), gamma_observation(1.3 - y)
+    noise = (its**2 + other**2).sqrt()
+    return distributions.Normal(f, noise, validate_args=False).log_prob(one - zero).sum()
+
+
 def gaussian(f: Tensor, y: Tensor) -> Tensor:
     return distributions.Normal(f, 0.7).log_prob(y).sum()
 
@@ -222,6 +246,25 @@ WEIGHTED: dict[str, Case] = {
         KnownNoise, 2, lambda f, y: distributions.Normal(f, y[2:], validate_args=False).log_prob(y[:2]).sum(), None,
         sample=lambda _, f, generator: f + torch.randn(f.shape, generator=generator, dtype=f.dtype),
         packed=lambda one, y: one.pack(y, 0.3 + weights_of(2 * len(y)).reshape(-1, 2)),
+    ),
+    "dirichlet": Case(Dirichlet, 3, dirichlet_label, None),
+    "dirichlet, soft labels": Case(
+        Dirichlet, 3, dirichlet, None,
+        packed=lambda _, y: 0.6 * nn.functional.one_hot(y, 3) + 0.4 * C / C.sum(),
+    ),
+    "dirichlet bernoulli": Case(lambda: DirichletBernoulli(0.3), 2, dirichlet_bernoulli, None),
+    "weighted dirichlet": Case(
+        lambda: Weighted(Dirichlet()), 3, lambda f, y: y[1] * dirichlet_label(f, y[0]), None,
+        packed=lambda one, y: one.pack(y, weights_of(len(y))),
+    ),
+    "weighted dirichlet, soft labels": Case(
+        lambda: Weighted(Dirichlet()), 3, lambda f, y: y[3] * dirichlet(f, y[:3]), None,
+        packed=lambda one, y: one.pack(0.6 * nn.functional.one_hot(y, 3) + 0.4 * C / C.sum(), weights_of(len(y))),
+    ),
+    "ignored labels with class weights, dirichlet": Case(
+        lambda: Ignoring(ClassWeighted(Dirichlet(), C), -1), 3,
+        lambda f, y: torch.where(y < 0, 0.0, class_weight(y) * dirichlet_label(f, y)), None,
+        packed=lambda _, y: torch.where(torch.arange(len(y)) % 3 == 1, -1, y),
     ),
 }  # fmt: skip
 

@@ -34,6 +34,8 @@ LIKELIHOODS = {
     "gaussian": likelihoods.Gaussian,
     "categorical": likelihoods.Categorical,
     "bernoulli": likelihoods.Bernoulli,
+    "dirichlet": likelihoods.Dirichlet,
+    "dirichlet_bernoulli": likelihoods.DirichletBernoulli,
     "heteroscedastic": likelihoods.HeteroscedasticGaussian,
     "poisson": likelihoods.Poisson,
     "bradley_terry": likelihoods.BradleyTerry,

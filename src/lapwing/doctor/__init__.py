@@ -147,11 +147,12 @@ class _Visit:
             self.plan = self.attempt("plan", lambda: self._plan(tangent, sample))
 
     def _gradients(self, tangent: TangentModel, sample: Sample) -> list[Finding]:
-        found = slope(tangent, self.likelihood, sample.spread)
+        trained = self.likelihood.predictive  # a classifier was trained on labels, whatever it is fitted to
+        found = slope(tangent, trained, sample.spread)
         dead = dead_checks(tangent, self.outputs[0], sample.spread[0][0])
         self.fitted = closely_fitted(self.likelihood, found, self.outputs[0][0, ..., 0].numel())
         fit = fit_checks(found) if self.fitted else ()
-        return [*training_checks(tangent, self.likelihood, found, sample), *fit, *dead]
+        return [*training_checks(tangent, trained, found, sample), *fit, *dead]
 
     def _plan(self, tangent: TangentModel, sample: Sample) -> Plan:
         last = None

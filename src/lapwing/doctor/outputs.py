@@ -18,6 +18,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
 ENOUGH = 32  # values before a range is called suspicious
+LABELED = ("categorical", "dirichlet")  # by name: one integer label a row
 
 
 def output_checks(tangent: TangentModel, f: Tensor, x: Any) -> Iterator[Finding]:
@@ -82,7 +83,7 @@ def _link(tangent: TangentModel, likelihood: Likelihood, outputs: Tensor, x: Any
     sure, words = applied(tangent, likelihood, f, x)
     if words:
         yield Finding("error" if sure else "warning", "likelihood", words)
-    elif likelihood.response == "softmax" and f.shape[-1] > 1 and _log_softmax(f):
+    elif likelihood.response == "softmax" and not likelihood.quadratic and f.shape[-1] > 1 and _log_softmax(f):
         message = (
             "the outputs are log-probabilities (log_softmax is applied); curvature and evidence are the same, but "
             "link='probit' sees other variances: prefer logits, the default link, or link='probit_centered'"
@@ -113,7 +114,7 @@ def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Sample) -> I
 
 def _target_hint(likelihood: Likelihood, f: Tensor, y: Tensor) -> str:
     whole = y.is_floating_point() and bool((y == y.round()).all())
-    if likelihood.name == "categorical":
+    if likelihood.name in LABELED:
         if y.shape == f.shape and bool(((y == 0) | (y == 1)).all()) and bool((y.sum(-1) == 1).all()):
             return ". They are one-hot: give y.argmax(-1)"
         if y.is_floating_point() and not whole:
@@ -129,7 +130,7 @@ def _every_label(likelihood: Likelihood, c: int, sample: Sample) -> Iterator[Fin
     """Labels that lie in memory are checked to the last; regression on what looks like classes is named."""
     labels = sample.labels if sample.labels is not None else torch.cat([y.reshape(-1) for _, y in sample.spread])
     labels = labels.reshape(-1)
-    if likelihood.name == "categorical":
+    if likelihood.name in LABELED and not labels.is_floating_point():
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= c:
             yield Finding("error", "targets", f"labels run from {low} to {high}, outside 0..{c - 1} of the outputs")

@@ -145,7 +145,7 @@ def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope,
 
 def closely_fitted(likelihood: Likelihood, found: Slope, rows: int) -> bool:
     """Whether a classifier fits its training data so closely that its evidence is no guide; rows: of an example."""
-    return likelihood.classes and -found.log_prob < FITTED * rows
+    return likelihood.classes and not likelihood.quadratic and -found.log_prob < FITTED * rows
 
 
 def fit_checks(found: Slope) -> Iterator[Finding]:
@@ -164,7 +164,7 @@ def _constant_fit(likelihood: Likelihood, sample: Sample) -> float | None:
     n = sum(len(t) for _, t in sample.spread)
     if n < ENOUGH:
         return None
-    if likelihood.name == "categorical":
+    if likelihood.name in ("categorical", "labels") and not y.is_floating_point():
         p = torch.bincount(y.reshape(-1).long()).double() / y.numel()
         return float((p[p > 0] * p[p > 0].log()).sum()) * y.numel() / n
     if likelihood.name == "bernoulli":

@@ -32,6 +32,7 @@ class Likelihood:
     outcome: ClassVar[str] = ""  # what y is, where other likelihoods have densities of the same
     concave: ClassVar[bool] = True  # in f, for every y: what the tangent MAP needs
     event: ClassVar[int] = 1  # dimensions of y that belong to one row of f: 0 where y is a label
+    soft: ClassVar[bool] = False  # a label may also be a row of probabilities, which are floating point
     paired: ClassVar[bool] = False  # weights are of outputs and of pairs of them, with both signs: polarization.py
     quadratic: ClassVar[bool] = False  # in f: the curvature is the same at every f
     response: ClassVar[str] = ""  # how E[y|f] comes from f: "identity", "softmax", "sigmoid", or "" for any other way
@@ -93,6 +94,12 @@ class Likelihood:
         return {name: value.expand(count, *value.shape) for name, value in self.hyperparameters.items()}
 
     @property
+    def predictive(self) -> Likelihood:
+        """What scores predictions of the fit's own targets, weighted as they are there: itself, unless it was fitted to
+        other numbers that it made of them."""
+        return self
+
+    @property
     def unit(self) -> Any:
         """The same at unit scale."""
         return self.replace(**{name: torch.ones_like(v) for name, v in self.hyperparameters.items()})
@@ -125,7 +132,11 @@ class Likelihood:
 
     def rows(self, y: Tensor, m: int) -> Tensor:
         """Targets (n, ..., t), or labels (n, ...), as a row for each of m rows of outputs: (m, t) or (m,)."""
-        return y.reshape(m, *y.shape[y.ndim - self.event :])
+        return y.reshape(m, *y.shape[y.ndim - self.event_of(y) :])
+
+    def event_of(self, y: Tensor) -> int:
+        """Dimensions of these targets that belong to one row of f."""
+        return 1 if self.soft and y.is_floating_point() else self.event
 
     def kept(self, y: Tensor) -> Tensor | None:
         """Which examples of targets (n, ...) count for anything, (n,) bool; None where all do."""

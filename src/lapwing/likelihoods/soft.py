@@ -1,6 +1,7 @@
 """Softmax classes with targets that are no single label: log p → Σ_c t_c log p_c, a cross-entropy with probabilities t.
 
     SoftLabels             y = t (n, c) itself: several raters, a teacher's probabilities
+    Labels                 y = t where it is floating point, else labels
     LabelSmoothing(ε)      t = (1 − ε)·one-hot(y) + ε/c
 
 −∂²_f log p = diag(p) − p pᵀ, as for labels, since log p is linear in t. Such a cross-entropy is no density of t, so its
@@ -54,6 +55,33 @@ class SoftLabels(Categorical):
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         return y.to(f) - y.to(f).sum(-1, keepdim=True) * torch.softmax(f, -1)
+
+
+@dataclass(frozen=True)
+class Labels(Categorical):
+    """Labels y (n,), or probabilities y (n, c), which are floating point."""
+
+    soft: ClassVar[bool] = True
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        if y.is_floating_point() and y.ndim == f.ndim:
+            SoftLabels().validate(f, y)
+        else:
+            super().validate(f, y)
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return _form(y).log_prob(f, y)
+
+    def class_log_prob(self, mean: Tensor, y: Tensor) -> Tensor:
+        return _form(y).class_log_prob(mean, y)
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return _form(y).score(f, y)
+
+
+def _form(y: Tensor) -> Categorical:
+    """What targets are of, by their dtype."""
+    return SoftLabels() if y.is_floating_point() else Categorical()
 
 
 @dataclass(frozen=True)
