@@ -1,0 +1,72 @@
+"""Sums over ranks, the same on all bit by bit; and counts, maxima and questions, which are sums of their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lapwing.distributed.meeting import WORDS, Meeting
+
+SMALL = 2**16  # bytes up to which tensors travel together
+
+
+class Sums(Meeting):
+    """Ranks that add up what each has."""
+
+    def total(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Sums over ranks, the same on all bit by bit; large tensors are written over. Small ones travel together,
+        a few numbers with the header."""
+        if self.alone or not tensors:
+            return list(tensors)
+        what = f"{what}: sums of {[(tuple(t.shape), str(t.dtype)) for t in tensors]}"
+        few = all(t.element_size() == 8 for t in tensors) and sum(t.numel() for t in tensors) <= WORDS
+        words = [t.detach().cpu().contiguous().reshape(-1).view(torch.int64) for t in tensors] if few else []
+        found = self.meet(what, words=torch.cat(words) if few else None)
+        if few:
+            self._count("sum", sum(8 * t.numel() for t in tensors))
+            sizes = [t.numel() for t in tensors]
+            each = zip(*(one.split(sizes) for one in found), strict=True)
+            return [_added(parts, t) for parts, t in zip(each, tensors, strict=True)]
+        out: list[Any] = [None] * len(tensors)
+        small: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            if tensor.nbytes <= SMALL:
+                small.setdefault(tensor.dtype, []).append(i)
+            else:
+                out[i] = self._sum(tensor.detach().contiguous())
+        for places in small.values():
+            flat = self._sum(torch.cat([tensors[i].detach().reshape(-1).to(self.device) for i in places]))
+            for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
+                out[i] = part.reshape(tensors[i].shape).to(tensors[i].device, copy=True)
+        return out
+
+    def totals(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Sums over ranks, by name, as `total` gives them."""
+        return dict(zip(tensors, self.total(list(tensors.values()), what), strict=True))
+
+    def count(self, n: int, what: str) -> int:
+        """The sum of a whole number over ranks, modulo 2⁶⁴."""
+        words = self.meet(what, words=torch.tensor([(n + 2**63) % 2**64 - 2**63]))
+        return sum(int(one) for one in words) % 2**64
+
+    def most(self, n: int, what: str) -> int:
+        """The largest of a whole number over ranks."""
+        return max(int(one) for one in self.meet(what, words=torch.tensor([n])))
+
+    def anywhere(self, here: bool, what: str) -> bool:
+        """Whether it is so on any rank."""
+        return any(bool(one) for one in self.meet(what, words=torch.tensor([int(here)])))
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        there = tensor.to(self.device)
+        self._call("sum", there.nbytes, dist.all_reduce, there)
+        return there.to(tensor.device)
+
+
+def _added(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of what ranks brought as int64, in the order of ranks."""
+    return torch.stack([part.view(like.dtype) for part in parts]).sum(0).reshape(like.shape).to(like.device)
