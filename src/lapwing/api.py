@@ -41,7 +41,7 @@ from lapwing.posterior import Gaussian, condition, placed
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
 from lapwing.predictive.own_data import training_nll, unfit, warn_unfit
 from lapwing.tangent import TangentModel, linearize
-from lapwing.tangent.linearize import unwrapped
+from lapwing.tangent.calling import unwrapped
 from lapwing.tune import Tuning
 
 # -- the object --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import differing
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
+from lapwing.tangent.rows import units
 
 HELD_ROWS_BYTES = 2**28  # of rows, for one output, up to which they are kept
 
@@ -55,7 +56,7 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
                         "times, which is past memory_budget; raise it, or use center='map'"
                     )
             if held:
-                pieces = maker.rows(record, x, _units(f), memory_budget // 8)
+                pieces = maker.rows(record, x, units(f), memory_budget // 8)
                 rows += [piece.reshape(-1, tangent.layout.size).to(torch.float64) for piece in pieces]
             fs.append(flat_outputs(f).to(torch.float64))
             ys.append(flat_targets(f, y))
@@ -81,9 +82,3 @@ def _check_same_data(state: State, likelihood: Likelihood, jacobian: Jacobian) -
             f"these are not the data of the fit: they have {what}. Give the same data, without augmentation, or use "
             "center='map', which reads none"
         )
-
-
-def _units(f: Tensor) -> Tensor:
-    """One cotangent for each output of an example, (n, q·c, ..., c)."""
-    eye = torch.eye(f[0].numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape[1:])
-    return eye.expand(len(f), *eye.shape)

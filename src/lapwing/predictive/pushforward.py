@@ -113,7 +113,7 @@ def runs(
         yield x, run(x)
         return
     shapes = tuple(t.shape[1:] for t in tree.tensors(x))
-    known = tangent.route.setdefault("bytes", {})  # of an example, for inputs of these shapes
+    known = tangent.facts.example_bytes
     if shapes not in known:
         one = run(tree.rows_of(x, slice(0, 1)))
         outputs = one.f[0].numel()

@@ -17,28 +17,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lapwing import tree
+from lapwing.tangent.facts import Facts
+from lapwing.tangent.kernels import out_of_memory
 
 if TYPE_CHECKING:
-    from lapwing.tangent.linearize import TangentModel
+    from lapwing.tangent.model import TangentModel
 
 Gradients = Mapping[str, Tensor | None]  # {name: (*shape)}, None where no output depends on it
-FEW = 4  # examples that run at weights nearby
+T = TypeVar("T")
+NEARBY_EXAMPLES = 4  # that run at weights nearby
 MOVES = 4  # such weights
-MOST = 64  # examples of a push that are held to a reverse pass, which takes more memory than the push
+PUSH_EXAMPLES = 64  # of a push that are held to a reverse pass, which takes more memory than the push
+
+
+def attempt(
+    tangent: TangentModel,
+    route: str,
+    key: Hashable,
+    run: Callable[[], T],
+    right: Callable[[T], bool],
+    lacks: tuple[type[Exception], ...] = (RuntimeError,),
+) -> T | None:
+    """What a fast route gives; None where it fails with an error that says that torch lacks a rule, or is not right on
+    inputs of these shapes: it is closed from then on."""
+    if route in tangent.facts.closed:
+        return None
+    try:
+        found = run()
+    except lacks as error:
+        if out_of_memory(error):
+            raise
+    else:
+        if once(tangent, route, key, lambda: right(found)):
+            return found
+    tangent.facts.closed.add(route)
+    return None
 
 
 def once(tangent: TangentModel, route: str, key: Hashable, right: Callable[[], bool]) -> bool:
     """Whether a route is right on inputs of these shapes: asked once, and remembered by the tangent model."""
-    known = tangent.route.setdefault("proved", set())
-    if (route, key) not in known and not right():
+    proved = tangent.facts.proved
+    if (route, key) not in proved and not right():
         return False
-    known.add((route, key))
+    proved.add((route, key))
     return True
 
 
@@ -95,7 +122,7 @@ def _pulled(
     truth = want(tangent, x, u, w)
     if not agree(found, truth, w, tangent.eps):
         return False
-    if not _silent(truth):
+    if not _some_zero(truth):
         return True
     few, index = _few(tangent, x)
     u = cut(u, index)
@@ -111,13 +138,13 @@ def pushes(
     tangent: TangentModel, x: Any, v: Tensor, found: Tensor, again: Callable[[TangentModel, Any], Tensor]
 ) -> bool:
     """Whether J(x)v, (k, n, ..., c) for v (k, p), is autograd's."""
-    if found.shape[1] > MOST and tangent.separable(x):
-        x, found = tree.rows_of(x, slice(0, MOST)), found[:, :MOST]
+    if found.shape[1] > PUSH_EXAMPLES and tangent.separable(x):
+        x, found = tree.rows_of(x, slice(0, PUSH_EXAMPLES)), found[:, :PUSH_EXAMPLES]
     r = normal(found.shape[1:], found)
     truth = tangent.gradients(x, r)
     if not _adjoint(tangent, v, found, r, truth):
         return False
-    if not _silent(truth):
+    if not _some_zero(truth):
         return True
     few, index = _few(tangent, x)
     r = r[index]
@@ -184,14 +211,14 @@ def normal(shape: Any, like: Tensor) -> Tensor:
 # -- weights nearby ------------------------------------------------------------------------------------------------
 
 
-def _silent(truth: Gradients) -> bool:
+def _some_zero(truth: Gradients) -> bool:
     return any(g is not None and not bool(g.any()) for g in truth.values())
 
 
 def _few(tangent: TangentModel, x: Any) -> tuple[Any, slice]:
     if not tangent.separable(x):
         return x, slice(None)
-    return tree.rows_of(x, slice(0, FEW)), slice(0, FEW)
+    return tree.rows_of(x, slice(0, NEARBY_EXAMPLES)), slice(0, NEARBY_EXAMPLES)
 
 
 def _nearby(tangent: TangentModel, what: Hashable, x: Any, right: Callable[[TangentModel], bool]) -> bool:
@@ -216,5 +243,4 @@ def moved(tangent: TangentModel) -> Iterator[TangentModel]:
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
             size = p.square().mean().sqrt()
             params[n] = p + noise * torch.where(size > 0, size, torch.ones_like(size))
-        kept = {key: tangent.route[key] for key in ("separable",) if key in tangent.route}
-        yield replace(tangent, params=params, route=kept)
+        yield replace(tangent, params=params, facts=Facts(separable=tangent.facts.separable))
