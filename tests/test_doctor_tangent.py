@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lapwing as lw
 from lapwing import center
-from lapwing.center import reading, space
+from lapwing.center import jacobian, space
 from lapwing.curvature import Factor, Probe
 from lapwing.doctor import needs, plan, tangent, trial
 from lapwing.doctor.needs import Need, Problem, Rates
@@ -45,7 +45,7 @@ def made(n: int, outputs: int, positions: int = 1, likelihood: Any = None, worki
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Problem:
-    monkeypatch.setattr(reading, "HELD_ROWS_BYTES", 0)
+    monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", 0)
     monkeypatch.setattr(tangent, "SEARCH", 0.0)
     return made(100, 3)
 
@@ -114,7 +114,7 @@ def test_j_is_in_memory_where_the_center_keeps_it(monkeypatch, positions, by, mo
     la = lw.laplace(net(c), (x, y), "categorical", structure="diag")
     size, budget = 8 * n * positions * c * la.state.layout.size, 2**30
     if by == "rows":
-        monkeypatch.setattr(reading, "HELD_ROWS_BYTES", size * c + more)
+        monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", size * c + more)
     else:
         budget = 2 * size + more
     kept = center.read(la.state, la.likelihood, la.data, budget).rows is not None
@@ -177,7 +177,7 @@ def test_a_network_that_j_cannot_be_multiplied_by_keeps_its_other_costs(monkeypa
         raise RuntimeError("no derivative today")
 
     monkeypatch.setattr(needs.trial, "jacobian_seconds", fail)
-    monkeypatch.setattr(reading, "HELD_ROWS_BYTES", 0)
+    monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", 0)
     x, y = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 3
     report = lw.doctor(net(), (x, y), "categorical")
     assert all(math.isnan(cost.tangent) and math.isfinite(cost.tune) for cost in report.plan.values())

@@ -9,8 +9,7 @@ depend on the scale of its weights, but the prior does, and θ* is no mode at al
     tangent_map   the search for v*: a `Center`, which is v* and how it was found
 """
 
-from lapwing.center.jacobian import Jacobian
-from lapwing.center.reading import read
+from lapwing.center.jacobian import Jacobian, read
 from lapwing.center.search import Center, check_gaussian, stretched, tangent_map
 
 __all__ = ["Center", "Jacobian", "check_gaussian", "read", "stretched", "tangent_map"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lapwing.center import reading, space
+from lapwing.center import jacobian, space
 
 if TYPE_CHECKING:
     from lapwing.doctor.needs import Need, Problem, Rates
@@ -29,7 +29,7 @@ SWEEPS, LINES = 2, 20  # evaluations of an element, for each of the known direct
 def in_memory(problem: Problem) -> bool:
     """Whether the rows of J will be kept: the rule of `center.read`."""
     size = 8 * problem.n * problem.outputs * problem.size
-    return size <= problem.working // 2 and size * problem.seen.outputs <= reading.HELD_ROWS_BYTES
+    return size <= problem.working // 2 and size * problem.seen.outputs <= jacobian.HELD_ROWS_BYTES
 
 
 def centered(need: Need, problem: Problem, rates: Rates) -> Need:

@@ -30,7 +30,6 @@ from lapwing.tangent.calling import Forward, Swapped, call, naming_inputs
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.facts import Facts
 from lapwing.tangent.kernels import plain_kernels
-from lapwing.tangent.through import Middle, through
 from lapwing.tree import Layout
 
 T = TypeVar("T")
@@ -192,9 +191,9 @@ class TangentModel:
         return push.jvps(self, x, v)
 
     @torch.inference_mode(False)
-    def through(self, x: Any, v: Tensor, middle: Middle) -> tuple[Tensor, Tensor]:
+    def through(self, x: Any, v: Tensor, middle: pull.Middle) -> tuple[Tensor, Tensor]:
         """J(x) v (n, ..., c) and Σ_n J(x_n)ᵀ u_n (p,) for u = middle(f, J v), v (p,), by one run of the network."""
-        return through(self, x, v, middle)
+        return pull.through(self, x, v, middle)
 
     def rows(self, x: Any) -> Tensor:
         """J(x_n) for each example, (n, ..., c, p)."""
