@@ -28,6 +28,7 @@ from lapwing.predictive.prediction import Prediction
 from lapwing.tangent import TangentModel
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
+from lapwing.tangent.rows import units
 
 LARGEST = 128  # examples run at once: more only leave the caches
 MANY = 512  # outputs past which predictions are draws, not covariances
@@ -130,10 +131,10 @@ def _dense(maker: RowMaker, posterior: Gaussian, x: Any, record: Record, joint: 
     whole = joint or not isinstance(posterior.precision, Dense)  # which has a rule for outer products
     outer = None if whole else maker.head(record)
     if outer is None and not whole and f.ndim == 2:
-        outer = maker.outer(record, structured.units(f))
+        outer = maker.outer(record, units(f))
     if outer is not None:
         return posterior.covariance(outer).reshape(*f.shape, f.shape[-1])
-    pieces = maker.rows(record, x, structured.units(f), budget // 6)
+    pieces = maker.rows(record, x, units(f), budget // 6)
     if joint:
         return posterior.covariance(torch.cat(list(pieces)).reshape(1, f.numel(), -1)).reshape(*f.shape, *f.shape)
     c = f.shape[-1]
@@ -147,7 +148,7 @@ def _dual(tangent: TangentModel, posterior: Gaussian, x: Any, joint: bool, budge
     f = tangent(x)
     if joint:
         _check_joint(f)
-    rows = StreamedRows(tangent, ((x, structured.units(f)),), budget)
+    rows = StreamedRows(tangent, ((x, units(f)),), budget)
     blocks = posterior.covariance((rows, f.numel() if joint else f.shape[-1]))
     return f, blocks.reshape(*f.shape, *(f.shape if joint else f.shape[-1:]))
 

@@ -20,6 +20,7 @@ from lapwing.curvature.capture import Record
 from lapwing.curvature.parts import Part
 from lapwing.operators import Blocks, Diagonal, EigenKronecker, Kronecker, linalg
 from lapwing.tangent import TangentModel
+from lapwing.tangent.rows import units
 
 
 def marginals(
@@ -61,13 +62,6 @@ def joint(
     for term in _joint_terms(tangent, precision, parts, record, x, budget):
         out += term
     return out.reshape(*f.shape, *f.shape)
-
-
-def units(f: Tensor) -> Tensor:
-    """One cotangent for each output of an example at each position, (n, q·c, ..., c)."""
-    outputs = f[0].numel()
-    eye = torch.eye(outputs, dtype=f.dtype, device=f.device).reshape(outputs, *f.shape[1:])
-    return eye.expand(len(f), *eye.shape)
 
 
 def _generic(
