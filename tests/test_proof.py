@@ -15,6 +15,7 @@ from torch.testing import assert_close
 import lapwing as lw
 from lapwing.errors import LapwingWarning, Unsupported
 from lapwing.operators import linalg
+from lapwing.tangent import proof
 
 SLOW = "ignore:this network"
 
@@ -247,3 +248,41 @@ def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tangent.pulled(2 * x, u)
     with pytest.raises(TypeError):
         tangent.pulled(x[:2], u[:2])
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_route_that_fails_or_is_wrong_is_tried_once(fails: bool) -> None:
+    tangent, runs = lw.linearize(prelu(2)), []
+
+    def run() -> int:
+        runs.append(1)
+        if fails:
+            raise RuntimeError("no batching rule")
+        return 1
+
+    assert [proof.attempt(tangent, "own", (), run, lambda _: False) for _ in range(3)] == [None] * 3
+    assert len(runs) == 1
+    assert tangent.facts.closed == {"own"}
+    assert proof.attempt(tangent, "another", (), lambda: 2, lambda _: True) == 2
+
+
+def test_want_of_memory_closes_no_route() -> None:
+    tangent = lw.linearize(prelu(2))
+
+    def run() -> int:
+        raise RuntimeError("can't allocate memory")
+
+    with pytest.raises(RuntimeError, match="allocate"):
+        proof.attempt(tangent, "own", (), run, lambda _: True)
+    assert not tangent.facts.closed
+
+
+def test_a_model_at_weights_nearby_knows_only_how_batches_are_cut() -> None:
+    tangent = lw.linearize(prelu(2))
+    tangent.rows(normal(3, 2))
+    tangent.facts.closed.add("vjps")
+    for at in proof.moved(tangent):
+        assert at.facts.separable
+        assert at.facts.rows is None
+        assert not at.facts.closed | at.facts.proved
+    assert tangent.facts.proved
