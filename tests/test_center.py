@@ -290,7 +290,7 @@ def test_outputs_with_positions_have_their_v_star() -> None:
 def test_a_solve_that_does_not_converge_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y, likelihood = problem("categorical")
     la = lw.laplace(model, (x, y), likelihood, structure="diag", prior=1e-3)
-    monkeypatch.setattr("lapwing.center.SEARCH_STEPS", 1)
+    monkeypatch.setattr("lapwing.center.search.SEARCH_STEPS", 1)
     with pytest.raises(lw.errors.NotConverged, match="residual"):
         la.recentered()
 

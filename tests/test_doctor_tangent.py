@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lapwing as lw
 from lapwing import center
+from lapwing.center import jacobian, space
 from lapwing.curvature import Factor, Probe
 from lapwing.doctor import needs, plan, tangent, trial
 from lapwing.doctor.needs import Need, Problem, Rates
@@ -44,7 +45,7 @@ def made(n: int, outputs: int, positions: int = 1, likelihood: Any = None, worki
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Problem:
-    monkeypatch.setattr(center, "ROWS", 0)
+    monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", 0)
     monkeypatch.setattr(tangent, "SEARCH", 0.0)
     return made(100, 3)
 
@@ -70,7 +71,7 @@ def test_a_pass_is_half_a_push_and_half_a_pull_and_what_the_structure_does(strea
 def test_known_directions_take_memory_up_to_the_room_for_them(streamed, monkeypatch):
     few, (p, m) = tangent.PASSES // 2, (39, 300)
     assert tangent.centered(FREE, streamed, NOTHING).work == 16 * few * (p + m) + 24 * few * m
-    monkeypatch.setattr(center, "DIRECTION_BYTES", 5 * 8 * (p + m))
+    monkeypatch.setattr(space, "DIRECTION_BYTES", 5 * 8 * (p + m))
     assert tangent.centered(FREE, streamed, NOTHING).work == 16 * 5 * (p + m) + 24 * 5 * m
 
 
@@ -113,7 +114,7 @@ def test_j_is_in_memory_where_the_center_keeps_it(monkeypatch, positions, by, mo
     la = lw.laplace(net(c), (x, y), "categorical", structure="diag")
     size, budget = 8 * n * positions * c * la.state.layout.size, 2**30
     if by == "rows":
-        monkeypatch.setattr(center, "ROWS", size * c + more)
+        monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", size * c + more)
     else:
         budget = 2 * size + more
     kept = center.read(la.state, la.likelihood, la.data, budget).rows is not None
@@ -176,7 +177,7 @@ def test_a_network_that_j_cannot_be_multiplied_by_keeps_its_other_costs(monkeypa
         raise RuntimeError("no derivative today")
 
     monkeypatch.setattr(needs.trial, "jacobian_seconds", fail)
-    monkeypatch.setattr(center, "ROWS", 0)
+    monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", 0)
     x, y = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 3
     report = lw.doctor(net(), (x, y), "categorical")
     assert all(math.isnan(cost.tangent) and math.isfinite(cost.tune) for cost in report.plan.values())

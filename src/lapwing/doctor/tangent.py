@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lapwing import center
+from lapwing.center import jacobian, space
 
 if TYPE_CHECKING:
     from lapwing.doctor.needs import Need, Problem, Rates
@@ -29,7 +29,7 @@ SWEEPS, LINES = 2, 20  # evaluations of an element, for each of the known direct
 def in_memory(problem: Problem) -> bool:
     """Whether the rows of J will be kept: the rule of `center.read`."""
     size = 8 * problem.n * problem.outputs * problem.size
-    return size <= problem.working // 2 and size * problem.seen.outputs <= center.ROWS
+    return size <= problem.working // 2 and size * problem.seen.outputs <= jacobian.HELD_ROWS_BYTES
 
 
 def centered(need: Need, problem: Problem, rates: Rates) -> Need:
@@ -40,16 +40,16 @@ def centered(need: Need, problem: Problem, rates: Rates) -> Need:
 
 def _streamed(need: Need, problem: Problem, rates: Rates) -> Need:
     n, m, p = problem.n, problem.n * problem.outputs, problem.size
-    room = max(2, center.DIRECTION_BYTES // (8 * (p + m)))
-    known = min(PASSES // 2, center.MAX_DIRECTIONS, room)  # directions, at the end
+    room = max(2, space.DIRECTION_BYTES // (8 * (p + m)))
+    known = min(PASSES // 2, space.MAX_DIRECTIONS, room)  # directions, at the end
     search = SEARCH + (SWEEPS * known / 2 * (p + m) + LINES * m) * rates.element
     a_pass = n * (rates.read + (rates.push + rates.pull) / 2) + SOLVES * need.solve + search / 2
     a_pass += need.factorize * SOLVES / 8  # hyperparameters move every few passes
-    reading = n * (2 * rates.read + rates.forward + rates.gradient * (1 + 2 * PROBES) / 3)
+    once = n * (2 * rates.read + rates.forward + rates.gradient * (1 + 2 * PROBES) / 3)
     work = 16 * known * (p + m) + 24 * known * m  # directions twice, and what the search makes of their images
     return replace(
         need,
-        tangent=need.tune + reading + PASSES * a_pass,
+        tangent=need.tune + once + PASSES * a_pass,
         each=a_pass,
         work=work,
     )

@@ -32,7 +32,7 @@ from lapwing.operators import linalg
 from lapwing.posterior import condition
 from lapwing.tangent import TangentModel, proof
 from lapwing.tangent.evaluating import evaluating
-from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
+from lapwing.tangent.kernels import any_batching_rule, plain_kernels
 
 EXACT = 256  # parameters up to which the trace is exact
 CHUNK = 32  # vectors z that are pushed through the network at once
@@ -69,18 +69,10 @@ class Surrogate:
 
     def _pushed(self, moved: TangentModel, eta: Mapping[str, Tensor], x: Any, f: Tensor) -> Tensor:
         """Forward mode, all vectors at once; by reverse passes where torch has no rule for that, or a wrong one."""
-        if self.tangent.route.get("surrogate", "vmap") == "vmap":
-            try:
-                found = self._forward(moved, x)
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                if out_of_memory(error):
-                    raise
-            else:
-                prove = partial(self._proved, moved, eta, x, f, found)
-                if proof.once(self.tangent, "surrogate", (tuple(eta), proof.shapes(x, self.z)), prove):
-                    return found
-            self.tangent.route["surrogate"] = "reverse"
-        return self._reverse(moved, x)
+        key, lacks = (tuple(eta), proof.shapes(x, self.z)), (RuntimeError, ValueError)
+        run, right = partial(self._forward, moved, x), partial(self._proved, moved, eta, x, f)
+        found = proof.attempt(self.tangent, "surrogate", key, run, right, lacks)
+        return self._reverse(moved, x) if found is None else found
 
     def _forward(self, moved: TangentModel, x: Any) -> Tensor:
         vectors = self.tangent.layout.unflatten(self.z.to(self.tangent.dtype))
