@@ -163,7 +163,7 @@ def test_the_evidence_that_is_climbed_is_the_evidence(
     prior = lw.priors.Gaussian(1.0, per=per)
     for noise in (0.4, torch.tensor([0.4, 0.9, 1.3])):
         la = lw.laplace(mlp, regression, lw.likelihoods.Gaussian(noise), structure=structure, prior=prior)
-        climbed = lw.tune.online._fixed_curvature(la.state, la.prior, la.likelihood)
+        climbed = lw.training.climb.fixed_curvature(la.state, la.prior, la.likelihood)
         lam = torch.linspace(0.3, 2.2, la.prior.precision.numel(), dtype=torch.float64, requires_grad=True)
         sigma = (1.7 * torch.as_tensor(noise, dtype=torch.float64)).requires_grad_()
         now = la.prior.replace(precision=lam), lw.likelihoods.Gaussian(sigma)
@@ -172,6 +172,9 @@ def test_the_evidence_that_is_climbed_is_the_evidence(
         close(values[0], values[1], 1e-12)
         for a, b in zip(*slopes, strict=True):
             close(a, b, 1e-10)
+        operator = la.posterior.precision
+        assert lw.operators.linalg.is_diagonal(operator) == (structure == "diag")
+        assert lw.operators.linalg.to_dense(operator).fill_diagonal_(0).any() != (structure == "diag")
 
 
 def test_epochs_of_updates(mlp: nn.Module, classification: tuple) -> None:
@@ -555,15 +558,15 @@ def test_diverged_training_is_said(mlp: nn.Module, classification: tuple) -> Non
     assert torch.isfinite(mlp[0].weight).all()
 
 
-@pytest.mark.parametrize("where", ["log_evidence", "_fixed_curvature"])
+@pytest.mark.parametrize("where", ["history.log_evidence", "climb.fixed_curvature"])
 def test_an_evidence_that_is_not_finite_changes_nothing(
     mlp: nn.Module, classification: tuple, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     online = lw.OnlineEvidence(mlp, classification, "categorical", burn_in=1, every=1)
     prior = online.prior
     nan = torch.tensor(math.nan, requires_grad=True)
-    broken = (lambda *a: nan.detach()) if where == "log_evidence" else (lambda *a: lambda *b: nan)
-    monkeypatch.setattr(sys.modules["lapwing.tune.online"], where, broken)
+    broken = (lambda *a: nan.detach()) if where.endswith("evidence") else (lambda *a: lambda *b: nan)
+    monkeypatch.setattr(f"lapwing.training.{where}", broken)
     with pytest.raises(NotConverged, match="became nan"):
         online.step()
     assert online.prior is prior

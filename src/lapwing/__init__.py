@@ -16,6 +16,7 @@ from lapwing import (
     selection,
     subsets,
     tangent,
+    training,
     tune,
 )
 from lapwing.api import Laplace, from_state, laplace, load
@@ -26,7 +27,7 @@ from lapwing.posterior import condition
 from lapwing.predictive import Prediction, predict
 from lapwing.selection import compare
 from lapwing.tangent import linearize
-from lapwing.tune import OnlineEvidence
+from lapwing.training import OnlineEvidence
 
 __version__ = "0.1.0"
 
@@ -58,5 +59,6 @@ __all__ = [
     "selection",
     "subsets",
     "tangent",
+    "training",
     "tune",
 ]

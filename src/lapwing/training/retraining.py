@@ -13,31 +13,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lapwing import given
+from lapwing.api import Laplace, laplace
 from lapwing.curvature import State
 from lapwing.data import as_batches
 from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
-from lapwing.evidence import effective_dimension, log_evidence, noise_slope, scatter
+from lapwing.evidence import effective_dimension, noise_slope, scatter
+from lapwing.likelihoods import Likelihood
+from lapwing.priors import Gaussian
+from lapwing.training.history import EvidenceRecord, History, recorded
+from lapwing.training.loss import TrainingLoss, begin
 from lapwing.tune.bounds import Box, at_values, box
-from lapwing.tune.history import History, Record, summaries
-from lapwing.tune.objective import Objective, begin
-
-if TYPE_CHECKING:
-    from lapwing.api import Laplace
 
 TOLERANCE = 1e-3
 ROUNDS = 50
 
 
-def mackay_training(
+def mackay(
     model: nn.Module,
     data: Any,
     likelihood: Any,
-    train: Callable[[nn.Module, Objective], object],
+    train: Callable[[nn.Module, TrainingLoss], object],
     *,
     structure: Any = "auto",
     prior: Any = 1.0,
@@ -53,31 +54,21 @@ def mackay_training(
     a mean negative log-likelihood at the noise `penalty.likelihood`; `penalty.loss(model(x), y)` is their sum.
     The other arguments are those of `lw.laplace`. Rounds that run out are a warning, and `history.converged` is False.
     """
-    from lapwing import api  # this is a loop over that shell
-
     if not callable(train):
         raise InvalidValue(f"train must be a function train(model, penalty), got {type(train).__name__}")
-    if not isinstance(rounds, int) or rounds < 1:
-        raise InvalidValue(f"rounds must be a whole number, at least 1; got {rounds!r}")
+    given.whole(rounds, "rounds", 1)
     if not tolerance > 0:
         raise InvalidValue(f"tolerance must be positive, got {tolerance!r}")
     fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
     batches = as_batches(data)
-    objective = begin(model, batches, likelihood, prior, structure, factor, fixed, "all", forward)
-    given = objective.likelihood
-    records: list[Record] = []
+    settings = {"structure": structure, "factor": factor, "subset": "all", "forward": forward}
+    objective = begin(model, batches, likelihood, prior, fixed, **settings)
+    first = objective.likelihood  # its noise bounds the search: bounds must not move with the noise
+    records: list[EvidenceRecord] = []
     for number in range(1, rounds + 1):
         train(model, objective)
-        la = api.laplace(
-            model,
-            batches,
-            objective.likelihood,
-            structure=structure,
-            prior=objective.prior,
-            factor=factor,
-            forward=forward,
-        )
-        bounds = box(la.state, objective.prior, given, fixed)  # of the noise that was given: they must not move with it
+        la = laplace(model, batches, objective.likelihood, prior=objective.prior, **settings)
+        bounds = box(la.state, objective.prior, first, fixed)
         wanted, settled = _update(la.state, objective.prior, objective.likelihood, bounds, tolerance)
         records.append(_record(number, la.state, objective, bounds.at_bound(wanted)))
         if settled:
@@ -92,12 +83,14 @@ def mackay_training(
     return la, History(tuple(records), converged=False)
 
 
-def _moved(objective: Objective, log_values: dict[str, Tensor]) -> Objective:
+def _moved(objective: TrainingLoss, log_values: dict[str, Tensor]) -> TrainingLoss:
     prior, likelihood = at_values(objective.prior, objective.likelihood, log_values)
-    return Objective(objective.model, prior, likelihood, objective.n)
+    return TrainingLoss(objective.model, prior, likelihood, objective.n)
 
 
-def _update(state: State, prior: Any, likelihood: Any, bounds: Box, tolerance: float) -> tuple[dict[str, Tensor], bool]:
+def _update(
+    state: State, prior: Gaussian, likelihood: Likelihood, bounds: Box, tolerance: float
+) -> tuple[dict[str, Tensor], bool]:
     """log γ_g/‖θ_g‖² and the noise's, inside their bounds; and whether they stand still."""
     wanted: dict[str, Tensor] = {}
     settled, at = True, {**prior.coordinates(), **likelihood.coordinates()}
@@ -127,17 +120,8 @@ def _moves(now: Tensor, wanted: dict[str, Tensor], key: str, bounds: Box) -> Ten
     return (inside - now.reshape(inside.shape)).abs() > 1e-12
 
 
-def _record(number: int, state: State, objective: Objective, at_bound: tuple[str, ...]) -> Record:
+def _record(number: int, state: State, objective: TrainingLoss, at_bound: tuple[str, ...]) -> EvidenceRecord:
     prior, likelihood = objective.prior, objective.likelihood
     with torch.no_grad():
-        value, fit = log_evidence(state, prior, likelihood), likelihood.log_likelihood(state.statistics)
-        quadratic = prior.price(state.tangent.theta)
-    return Record(
-        epoch=number,
-        log_evidence=float(value),
-        log_likelihood=float(fit),
-        effective_dimension=float(effective_dimension(state, prior, likelihood).sum()),
-        train_loss=float(quadratic - fit) / state.n,
-        hyperparameters=summaries(prior, likelihood),
-        at_bound=len(at_bound),
-    )
+        loss = prior.price(state.tangent.theta) - likelihood.log_likelihood(state.statistics)
+    return recorded(number, state, prior, likelihood, at_bound, float(loss) / state.n, {})
