@@ -413,17 +413,20 @@ def test_the_best_checkpoint_comes_back_with_its_evidence(mlp: nn.Module, classi
     assert torch.isfinite(la.predict(classification[0]).probs).all()
 
 
-def test_a_resumed_training_is_the_same_training(classification: tuple) -> None:
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_a_resumed_training_is_the_same_training(likelihood: str, request: pytest.FixtureRequest) -> None:
+    x, y = request.getfixturevalue("regression" if likelihood == "gaussian" else "classification")
+
     def make() -> tuple[nn.Module, lw.OnlineEvidence]:
         torch.manual_seed(5)
         net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-        return net, lw.OnlineEvidence(net, classification, "categorical", burn_in=1, every=2)
+        return net, lw.OnlineEvidence(net, (x, y), likelihood, burn_in=1, every=2)
 
     def run(net: nn.Module, online: lw.OnlineEvidence, epochs: int) -> None:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.03)
         for _ in range(epochs):
             optimizer.zero_grad()
-            online.loss(net(classification[0]), classification[1]).backward()
+            online.loss(net(x), y).backward()
             optimizer.step()
             online.step()
 
@@ -441,6 +444,7 @@ def test_a_resumed_training_is_the_same_training(classification: tuple) -> None:
     run(other_net, second, 4)
     assert second.history == whole.history
     assert torch.equal(second.prior.precision, whole.prior.precision)
+    assert second.likelihood.hyperparameters == whole.likelihood.hyperparameters
     assert second.best is not None
     assert whole.best is not None
     assert second.best.log_evidence == whole.best.log_evidence
