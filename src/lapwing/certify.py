@@ -36,13 +36,14 @@ from lapwing.curvature.matrix_free import FEW_COLUMNS, LEAST
 from lapwing.curvature.products import gauss_newton
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
-from lapwing.leave_one_out import Examples, Sample, every, sample, sizes_of
+from lapwing.leave_one_out import Examples, LeftOut, every, sample, sizes_of
 from lapwing.leave_one_out import random_signs as _signs
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import RootPlusDiagonal, linalg
 from lapwing.operators.streamed import LANCZOS_VECTORS, WORK
 from lapwing.posterior import Gaussian, condition, curvature, prior_precision
+from lapwing.priors import Prior
 from lapwing.solvers import Estimate, cg, quadrature
 from lapwing.solvers.estimate import FEWEST, exactly, mean_of, ratio_of
 from lapwing.solvers.lanczos import SHORT
@@ -66,7 +67,7 @@ class Reader:
     """Products with the true curvature over the data, counted."""
 
     state: State
-    prior: Any
+    prior: Prior
     likelihood: Likelihood
     batches: Any
     progress: bool
@@ -114,7 +115,7 @@ class Reader:
 @torch.no_grad()
 def certify(
     state: State,
-    prior: Any,
+    prior: Prior,
     likelihood: Likelihood,
     data: Any,
     n_probes: int = 32,
@@ -183,7 +184,7 @@ class Inputs:
         examples = self.examples
         return None if examples is None else lambda v, rows: examples.gone(v, rows - before)
 
-    def ours(self, precision: Any, prior: Any) -> tuple[Tensor, bool]:
+    def ours(self, precision: Any, prior: Prior) -> tuple[Tensor, bool]:
         """The structure's variances (k,), and whether examples were taken out of it, where that was to be."""
         if self.examples is None:
             return (self.j * linalg.solve(precision, self.j)).sum(-1), True
@@ -214,7 +215,7 @@ def _left_out(reader: Reader, seen: Probe, near: Any, k: int, generator: torch.G
     """j = J_nᵀu of k training inputs, or of all where they are no more; of none where an example cannot be left out."""
     state, ranks, likelihood = reader.state, reader.ranks, reader.likelihood
     device, own = state.tangent.device, reader.n
-    found = Sample({}, torch.zeros(0), torch.zeros(0))
+    found = LeftOut({}, torch.zeros(0), torch.zeros(0))
     if state.tangent.separable(seen.inputs) and state.n >= FEWEST:
         parts = () if isinstance(near, RootPlusDiagonal) else state.parts
         posterior = Gaussian(state.tangent.theta.to(torch.float64), near, state.layout, parts)
