@@ -143,7 +143,7 @@ def effective_dimension(state: State, prior: Prior, likelihood: Likelihood) -> T
     return prior.counts() - slope
 
 
-def noise_slope(state: State, prior: Prior, likelihood: Likelihood, name: str = "noise") -> Tensor:
+def noise_slope(state: State, prior: Prior, likelihood: Likelihood, name: str) -> Tensor:
     """∂ log|G + A| / ∂ a hyperparameter of the likelihood, in its shape: −2γ/σ where curvature is ∝ σ⁻²."""
     with torch.enable_grad():
         moving = likelihood.hyperparameters[name].detach().clone().requires_grad_()
