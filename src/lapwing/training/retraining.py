@@ -22,13 +22,11 @@ from lapwing import given
 from lapwing.api import Laplace, laplace
 from lapwing.curvature import State
 from lapwing.data import as_batches
-from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
-from lapwing.evidence import effective_dimension, noise_slope, scatter
-from lapwing.likelihoods import Likelihood
-from lapwing.priors import Gaussian
+from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.training.history import EvidenceRecord, History, recorded
 from lapwing.training.loss import TrainingLoss, begin
 from lapwing.tune.bounds import Box, at_values, box
+from lapwing.tune.fixed_point import update
 
 TOLERANCE = 1e-3
 ROUNDS = 50
@@ -69,9 +67,9 @@ def mackay(
         train(model, objective)
         la = laplace(model, batches, objective.likelihood, prior=objective.prior, **settings)
         bounds = box(la.state, objective.prior, first, fixed)
-        wanted, settled = _update(la.state, objective.prior, objective.likelihood, bounds, tolerance)
+        wanted, gap = _update(la.state, objective, bounds)
         records.append(_record(number, la.state, objective, bounds.at_bound(wanted)))
-        if settled:
+        if gap <= tolerance:
             return la, History(tuple(records), converged=True)
         objective = _moved(objective, wanted)
     warnings.warn(
@@ -83,41 +81,17 @@ def mackay(
     return la, History(tuple(records), converged=False)
 
 
+def _update(state: State, objective: TrainingLoss, bounds: Box) -> tuple[dict[str, Tensor], float]:
+    """Where MacKay's update wants the log hyperparameters, and how far that is."""
+    now = {**objective.prior.coordinates(), **objective.likelihood.coordinates()}
+    values = {name: now[name].reshape(start.shape) for name, start in bounds.start.items()}
+    with torch.inference_mode(False):
+        return update(state, objective.prior, objective.likelihood, bounds, values)
+
+
 def _moved(objective: TrainingLoss, log_values: dict[str, Tensor]) -> TrainingLoss:
     prior, likelihood = at_values(objective.prior, objective.likelihood, log_values)
     return TrainingLoss(objective.model, prior, likelihood, objective.n)
-
-
-def _update(
-    state: State, prior: Gaussian, likelihood: Likelihood, bounds: Box, tolerance: float
-) -> tuple[dict[str, Tensor], bool]:
-    """log γ_g/‖θ_g‖² and the noise's, inside their bounds; and whether they stand still."""
-    wanted: dict[str, Tensor] = {}
-    settled, at = True, {**prior.coordinates(), **likelihood.coordinates()}
-    with torch.inference_mode(False):
-        if any(name in bounds.start for name in prior.hyperparameters):
-            found = effective_dimension(state, prior, likelihood), scatter(state, prior)
-            wanted |= {name: value for name, value in prior.wanted(*found).items() if name in bounds.start}
-            for name, gap in prior.gap(*found).items():
-                settled &= name not in wanted or not bool(
-                    ((gap > tolerance) & _moves(at[name], wanted, name, bounds)).any()
-                )
-        for name in likelihood.hyperparameters:
-            if name in bounds.start:
-                wanted |= likelihood.wanted(state.statistics, noise_slope(state, prior, likelihood, name))
-                far = (wanted[name] - at[name]).abs() > tolerance
-                settled &= not bool((far & _moves(at[name], wanted, name, bounds)).any())
-    for key, value in wanted.items():
-        if not bool(torch.isfinite(value).all()):
-            raise NotConverged(f"MacKay's update of {key} is not finite; check the weights and the curvature")
-        wanted[key] = value.clamp(bounds.low[key], bounds.high[key])
-    return wanted, settled
-
-
-def _moves(now: Tensor, wanted: dict[str, Tensor], key: str, bounds: Box) -> Tensor:
-    """Whether the update moves a value once it is held inside its bounds."""
-    inside = wanted[key].clamp(bounds.low[key], bounds.high[key])
-    return (inside - now.reshape(inside.shape)).abs() > 1e-12
 
 
 def _record(number: int, state: State, objective: TrainingLoss, at_bound: tuple[str, ...]) -> EvidenceRecord:

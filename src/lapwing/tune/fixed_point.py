@@ -67,15 +67,9 @@ class FixedPoint:
     likelihood: Likelihood
     most: float  # the fastest pace
 
-    def run(
-        self,
-        bounds: Box,
-        center_of: Callable[[Gaussian, Likelihood, float], Center | None],
-        tolerance: float,
-        steps: int,
-    ) -> Outcome:
+    def run(self, bounds: Box, center_of: Callable[..., Center | None], tolerance: float, steps: int) -> Outcome:
         """Log hyperparameters from the start of the bounds to their fixed point, the log evidence on the way, and
-        whether it was reached. center_of gives v̄ for a prior and likelihood, as precisely as told."""
+        whether it was reached. center_of(prior, likelihood, residual) gives v̄."""
         values, stride, gap = dict(bounds.start), Stride(self.most), 1.0
         trace: list[float] = []
         for _ in range(steps):
@@ -99,12 +93,34 @@ class FixedPoint:
 
     def look(self, bounds: Box, values: dict[str, Tensor], center: Center | None) -> tuple[dict[str, Tensor], float]:
         """Where the fixed point wants the hyperparameters, and how far that is."""
-        now, square = self.at(values), scatter(self.state, self.prior, center)
-        gamma = effective_dimension(self.state, *now)
-        wanted = _targets(self.state, gamma, square, values, *now, center)
-        wanted = {k: v.clamp(bounds.low[k], bounds.high[k]) for k, v in wanted.items()}
-        _check_finite(wanted)
-        return wanted, _gap(now[0].gap(gamma, square), values, wanted)
+        return update(self.state, *self.at(values), bounds, values, center)
+
+
+def update(
+    state: State,
+    prior: Gaussian,
+    likelihood: Likelihood,
+    bounds: Box,
+    values: dict[str, Tensor],
+    center: Center | None = None,
+) -> tuple[dict[str, Tensor], float]:
+    """Where the fixed point wants log hyperparameters that are at values now, in their bounds, and how far it is: as
+    the prior says, |γ_g − λ_g‖v̄_g‖²| / max(1, γ_g), where it is not at its target (a bound, maybe); and |Δ log σ|."""
+    found = effective_dimension(state, prior, likelihood), scatter(state, prior, center)
+    wanted = {name: value for name, value in prior.wanted(*found).items() if name in values}
+    for name in likelihood.hyperparameters:
+        if name in values:
+            slope = noise_slope(state, prior, likelihood, name)
+            wanted |= likelihood.wanted(state.statistics if center is None else center.statistics, slope)
+    of_prior, gaps = prior.gap(*found), [torch.zeros(1, dtype=torch.float64)]
+    for key, value in wanted.items():
+        wanted[key] = value.clamp(bounds.low[key], bounds.high[key])
+        if not bool(torch.isfinite(wanted[key]).all()):
+            raise NotConverged(f"MacKay's update of {key} is not finite; check the weights and the curvature")
+        gap = (wanted[key] - values[key]).abs()
+        gap = torch.where(gap < 1e-12, 0.0, of_prior[key]) if key in of_prior else gap
+        gaps.append(gap.reshape(-1).cpu())
+    return wanted, float(torch.cat(gaps).max())
 
 
 def residual_wanted(gap: float, tolerance: float) -> float:
@@ -166,23 +182,6 @@ def _predicted(
     return values
 
 
-def _targets(
-    state: State,
-    gamma: Tensor,
-    square: Tensor,
-    values: dict[str, Tensor],
-    prior: Gaussian,
-    likelihood: Likelihood,
-    center: Center | None,
-) -> dict[str, Tensor]:
-    out = {name: value for name, value in prior.wanted(gamma, square).items() if name in values}
-    for name in likelihood.hyperparameters:
-        if name in values:
-            slope = noise_slope(state, prior, likelihood, name)
-            out |= likelihood.wanted(state.statistics if center is None else center.statistics, slope)
-    return out
-
-
 @dataclass
 class Stride:
     """How far to go towards a target, for each hyperparameter: a pace of 1 is all the way. Mutable inside one search.
@@ -211,20 +210,3 @@ class Stride:
             return torch.where(move * step < 0, pace * 0.5, (pace * 1.2).clamp(max=1.0))
         slope = (move - self.move[key]) / step
         return torch.where(slope < 0, -1 / slope, 2 * pace).nan_to_num(nan=1.0).clamp(SLOWEST, self.most)
-
-
-def _gap(of_prior: dict[str, Tensor], values: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """How far the hyperparameters are from their targets: as the prior says, |γ_g − λ_g‖v̄_g‖²| / max(1, γ_g), where it
-    is not at its target (a bound, maybe); and |Δ log σ|."""
-    gaps = [torch.zeros(1, dtype=torch.float64)]
-    for key, now in values.items():
-        gap = (wanted[key] - now).abs()
-        gap = torch.where(gap < 1e-12, 0.0, of_prior[key]) if key in of_prior else gap
-        gaps.append(gap.reshape(-1).cpu())
-    return float(torch.cat(gaps).max())
-
-
-def _check_finite(wanted: dict[str, Tensor]) -> None:
-    for key, value in wanted.items():
-        if not bool(torch.isfinite(value).all()):
-            raise NotConverged(f"MacKay's update of {key} is not finite; check the weights and the curvature")
