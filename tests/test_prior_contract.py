@@ -339,7 +339,7 @@ def test_what_needs_a_gaussian_refuses_others_by_name(tmp_path: Path) -> None:
         with pytest.raises(Unsupported, match=r"Laplacian|element-wise"):
             call()
     with pytest.raises(Unsupported, match="Laplacian"):
-        lw.tune.OnlineEvidence(model, (x, y), "gaussian", prior=Laplacian())
+        lw.OnlineEvidence(model, (x, y), "gaussian", prior=Laplacian())
 
 
 def test_a_weight_that_is_zero_is_named() -> None:

@@ -35,6 +35,7 @@ def test_the_layers_of_a_page_are_those_that_are_checked(page: str) -> None:
     checked = [{name.strip().removeprefix("lapwing.") for name in row.split("|")} for row in contract["layers"]]
     (said,) = re.findall(r"errors, splitmix < [\w\s,<]*", (ROOT / page).read_text(encoding="utf-8"))
     assert layers_of(said) == checked[::-1]
+    assert "ignore_imports" not in contract
 
 
 @pytest.mark.parametrize("path", sorted({*re.findall(r"`([\w/]+\.(?:py|md|toml))`", GUIDE)}))

@@ -19,6 +19,7 @@ from lapwing import (
     subsets,
     tangent,
     testing,
+    training,
     tune,
 )
 from lapwing.api import Laplace, from_state, laplace, load
@@ -31,7 +32,7 @@ from lapwing.predictive import Prediction, predict
 from lapwing.selection import compare
 from lapwing.shell import Fitted, mixture
 from lapwing.tangent import linearize
-from lapwing.tune import OnlineEvidence
+from lapwing.training import OnlineEvidence
 
 __version__ = "0.1.0"
 
@@ -70,5 +71,6 @@ __all__ = [
     "subsets",
     "tangent",
     "testing",
+    "training",
     "tune",
 ]

@@ -12,7 +12,7 @@ about ½‖g‖²_{P⁻¹} nats is left, or more where P overstates the curvatur
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -55,13 +55,14 @@ class Center:
         return replace(self, outputs=None, pulled=None, weights=None, space=None)
 
 
-def check_gaussian(prior: priors.Prior) -> None:
-    """Raise for a prior whose A moves with v: the log density is quadratic in v, and concave, for Gaussians."""
+def check_gaussian(prior: priors.Prior) -> priors.Gaussian:
+    """The prior; an error for one whose A moves with v: only Gaussian log densities are quadratic in v, and concave."""
     if not prior.gaussian:
         raise Unsupported(
             f"the tangent center needs a Gaussian prior, and {type(prior).__name__} is none; use center='map', the "
             "trained weights: la.tuned(center='map')"
         )
+    return cast(priors.Gaussian, prior)
 
 
 @torch.no_grad()

@@ -302,6 +302,10 @@ class Likelihood:
         """What a search gives the outputs as prior variance to start with."""
         return 1.0
 
+    def target_scale(self, statistics: dict[str, Tensor]) -> Tensor:
+        """The standard deviation of the targets, in the shape of `deviation`."""
+        raise NotImplementedError
+
     def check(self, statistics: dict[str, Tensor]) -> None:
         """Raise on sums over all data that there is nothing to fit to."""
 

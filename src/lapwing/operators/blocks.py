@@ -97,3 +97,8 @@ def _(op: Blocks) -> Tensor:
     for part, index in zip(op.parts, op.index, strict=True):
         out[index.unsqueeze(-1), index] = linalg.to_dense(part)
     return out
+
+
+@linalg.is_diagonal.register
+def _(op: Blocks) -> bool:
+    return all(linalg.is_diagonal(part) for part in op.parts)

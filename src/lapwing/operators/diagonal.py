@@ -126,3 +126,8 @@ def _(op: Diagonal) -> Tensor:
 @linalg.to_dense.register
 def _(op: Diagonal) -> Tensor:
     return op.dense().diag()
+
+
+@linalg.is_diagonal.register
+def _(op: Diagonal) -> bool:
+    return True

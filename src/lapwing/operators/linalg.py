@@ -104,6 +104,12 @@ def logdet_slope(op: Any) -> Tensor:
     return logdet(op)
 
 
+@functools.singledispatch
+def is_diagonal(op: Any) -> bool:
+    """Whether M is known to be diagonal, so that diag(M) is all of it."""
+    return False
+
+
 def traces(op: Any, groups: Any) -> Tensor:
     """Σ_{i in g} M_ii / unit_i for the groups of a Diagonal, (g,)."""
     return _traces(op, groups)

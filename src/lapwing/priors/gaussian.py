@@ -29,6 +29,8 @@ TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True, eq=False)
 class Gaussian(Prior):
+    """θ ~ N(m, diag(λ)⁻¹), one precision λ for all weights or one for each group; m = 0 unless a mean is given."""
+
     gaussian: ClassVar[bool] = True
     precision: Any = 1.0  # λ: a float, a tensor (), (g,), or a mapping {glob: float}
     per: Any = "all"

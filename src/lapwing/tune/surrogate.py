@@ -28,8 +28,10 @@ from lapwing.curvature import State
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.data import passes
 from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.posterior import condition
+from lapwing.priors import Prior
 from lapwing.tangent import TangentModel, proof
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import any_batching_rule, plain_kernels
@@ -40,8 +42,10 @@ CHUNK = 32  # vectors z that are pushed through the network at once
 
 @dataclass(frozen=True, eq=False)
 class Surrogate:
+    """L(η) and its gradient, a batch at a time."""
+
     tangent: TangentModel
-    likelihood: Any
+    likelihood: Likelihood
     z: Tensor  # (r, p), with mean of squares Σ: zᵀz·weight = Σ, or so in expectation
     weight: float
 
@@ -122,7 +126,7 @@ class Surrogate:
         return {**slopes, "": torch.as_tensor(value).detach()}
 
 
-def surrogate(state: State, prior: Any, likelihood: Any, probes: int, generator: torch.Generator) -> Surrogate:
+def surrogate(state: State, prior: Prior, likelihood: Likelihood, probes: int, generator: torch.Generator) -> Surrogate:
     """Σ at these hyperparameters as vectors: a root of it where parameters are few, else draws."""
     if state.factor.kind not in ("exact", "monte_carlo"):
         raise InvalidValue(
@@ -143,8 +147,8 @@ def surrogate(state: State, prior: Any, likelihood: Any, probes: int, generator:
 @torch.inference_mode(False)
 def slope(
     state: State,
-    prior: Any,
-    likelihood: Any,
+    prior: Prior,
+    likelihood: Likelihood,
     names: Iterable[str],
     batches: Any,
     *,

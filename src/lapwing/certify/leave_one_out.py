@@ -31,6 +31,7 @@ from lapwing.distributed import Ranks
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.posterior import Gaussian, condition
+from lapwing.priors import Prior
 from lapwing.push import At, push
 from lapwing.solvers import cg
 
@@ -89,7 +90,7 @@ class Examples:
             return gauss_newton(self.state.tangent, self.likelihood, [self.held[place]], v.unsqueeze(0))[0]
         return self.rows[place].mT @ (self.rows[place] @ v)
 
-    def ours(self, prior: Any, j: Tensor) -> tuple[Tensor, bool]:
+    def ours(self, prior: Prior, j: Tensor) -> tuple[Tensor, bool]:
         """jᵀP₋ₙ⁻¹j (k,), and whether the examples could be taken out; else it is jᵀP⁻¹j."""
         state, likelihood = self.state, self.likelihood
         precision = condition(state, prior, likelihood).precision
@@ -155,7 +156,7 @@ class Draws:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class LeftOut:
     """Examples to leave out."""
 
     held: dict[int, tuple[Any, Tensor]]  # this rank's, by place
@@ -163,14 +164,14 @@ class Sample:
     numbers: Tensor  # (k,): the same for the same example
 
 
-def every(batches: Iterable[tuple[Any, Tensor]], n: int, start: int) -> Sample:
+def every(batches: Iterable[tuple[Any, Tensor]], n: int, start: int) -> LeftOut:
     """All n examples once, those of this rank from number start."""
     held: dict[int, tuple[Any, Tensor]] = {}
     for x, y in batches:
         for i in range(len(y)):
             one = tree.rows_of(x, slice(i, i + 1)), y[i : i + 1]
             held[start + len(held)] = tree.map_tensors(torch.clone, one[0]), one[1].clone()
-    return Sample(held, torch.ones(n, dtype=torch.float64), torch.arange(n))
+    return LeftOut(held, torch.ones(n, dtype=torch.float64), torch.arange(n))
 
 
 def sample(
@@ -179,7 +180,7 @@ def sample(
     k: int,
     ranks: Ranks,
     generator: torch.Generator,
-) -> Sample:
+) -> LeftOut:
     """k draws of one pass: half of them all alike, and half by sizes, where there are any."""
     own, half = ranks.own(generator), 0 if sizes is None else k // 2
     alike, large = Draws(k - half, own), Draws(half, own)
@@ -196,7 +197,7 @@ def sample(
     totals = torch.tensor([alike.total, large.total], dtype=torch.float64)
     found, (n, total) = ranks.total([found, totals], "examples that were drawn")
     weights = 1 / ((k - half) / k + half / k * n * found[0] / total)
-    return Sample({place: one[:2] for place, one in kept.items()}, weights, found[1].long())
+    return LeftOut({place: one[:2] for place, one in kept.items()}, weights, found[1].long())
 
 
 def sizes_of(near: Gaussian, likelihood: Likelihood, x: Any, y: Tensor, budget: int) -> Tensor:
