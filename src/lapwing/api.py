@@ -243,7 +243,7 @@ class Laplace:
             progress=progress,
             basis=self.state if self.state.basis else None,
         )
-        state = curvature.without(self.state, gone)
+        state = curvature.without(self.state, gone, self.likelihood)
         return replace(self, state=state, prior=self._placed_without(state), tuning=None, data=None, at=None)
 
     def _placed_without(self, state: State) -> Any:

@@ -160,19 +160,13 @@ def fit_checks(found: Slope) -> Iterator[Finding]:
 
 def _constant_fit(likelihood: Likelihood, sample: Sample) -> float | None:
     """The mean log-likelihood, an example, of the best prediction that ignores the input."""
-    y = torch.cat([y.reshape(-1, y.shape[-1]) if y.ndim > 1 else y for _, y in sample.spread])
-    n = sum(len(t) for _, t in sample.spread)
-    if n < ENOUGH:
+    n = sum(len(y) for _, y in sample.spread)
+    y = torch.cat([y.reshape(-1, *y.shape[y.ndim - likelihood.event :]) for _, y in sample.spread])
+    f = likelihood.constant(y) if n >= ENOUGH else None
+    if f is None:
         return None
-    if likelihood.name == "categorical":
-        p = torch.bincount(y.reshape(-1).long()).double() / y.numel()
-        return float((p[p > 0] * p[p > 0].log()).sum()) * y.numel() / n
-    if likelihood.name == "bernoulli":
-        f = torch.logit(y.double().mean(0).clamp(1e-6, 1 - 1e-6)).expand(len(y), -1)
-        return float(likelihood.log_prob(f, y).sum()) / n
-    if likelihood.name == "gaussian":
-        return float(likelihood.log_prob(y.double().mean(0).expand(len(y), -1), y.double()).sum()) / n
-    return None
+    y = y.double() if y.is_floating_point() else y
+    return float(likelihood.log_prob(f.to(y.device).expand(len(y), -1), y).sum()) / n
 
 
 def dead_checks(tangent: TangentModel, f: Tensor, x: Any) -> Iterator[Finding]:
