@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing import tree
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.applied import applied
-from lapwing.doctor.reading import Sample
+from lapwing.doctor.reading import Excerpt
 from lapwing.doctor.report import Finding
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import Likelihood
@@ -65,7 +65,7 @@ def _apart(tangent: TangentModel, f: Tensor, x: Any) -> float:
 
 
 def likelihood_checks(
-    tangent: TangentModel, likelihood: Likelihood, outputs: list[Tensor], sample: Sample
+    tangent: TangentModel, likelihood: Likelihood, outputs: list[Tensor], sample: Excerpt
 ) -> Iterator[Finding]:
     """`outputs` are those of the batches of sample.spread."""
     f = outputs[0]
@@ -94,7 +94,7 @@ def _log_softmax(f: Tensor) -> bool:
     return bool((torch.logsumexp(f, -1).abs() < min(1e3 * torch.finfo(f.dtype).eps, 0.1)).all())
 
 
-def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Sample) -> Iterator[Finding]:
+def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Excerpt) -> Iterator[Finding]:
     for f, (_, y) in zip(outputs, sample.spread, strict=True):
         if not isinstance(y, Tensor):
             yield Finding("error", "targets", f"targets must be a tensor, got {type(y).__name__}")
@@ -111,7 +111,7 @@ def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Sample) -> I
     yield from _every_label(likelihood, outputs[0], sample)
 
 
-def _every_label(likelihood: Likelihood, f: Tensor, sample: Sample) -> Iterator[Finding]:
+def _every_label(likelihood: Likelihood, f: Tensor, sample: Excerpt) -> Iterator[Finding]:
     """Targets that lie in memory are held to the likelihood to the last, unless a collate function changes them."""
     few, every = sample.spread[0][1], sample.labels
     if every is not None and (every.dtype, every.shape[1:]) == (few.dtype, few.shape[1:]):

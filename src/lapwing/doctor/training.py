@@ -21,7 +21,7 @@ from lapwing import tree
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.doctor.checks import named, plural
 from lapwing.doctor.outputs import ENOUGH
-from lapwing.doctor.reading import Batch, Sample
+from lapwing.doctor.reading import Batch, Excerpt
 from lapwing.doctor.report import Finding
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
@@ -109,7 +109,7 @@ def differentiated(
     return value.detach(), dict(zip(leaves, filled, strict=True))
 
 
-def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope, sample: Sample) -> Iterator[Finding]:
+def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope, sample: Excerpt) -> Iterator[Finding]:
     """Whether the network is trained: how steep the log-likelihood still is."""
     theta, mean = tangent.theta.double(), found.mean
     norm, size = float(mean.norm()), float(theta.norm())
@@ -158,7 +158,7 @@ def fit_checks(found: Slope) -> Iterator[Finding]:
     yield Finding("warning", "evidence", message)
 
 
-def _constant_fit(likelihood: Likelihood, sample: Sample) -> float | None:
+def _constant_fit(likelihood: Likelihood, sample: Excerpt) -> float | None:
     """The mean log-likelihood, an example, of the best prediction that ignores the input."""
     n = sum(len(y) for _, y in sample.spread)
     y = torch.cat([y.reshape(-1, *y.shape[y.ndim - likelihood.event :]) for _, y in sample.spread])

@@ -28,6 +28,7 @@ from lapwing import tree
 from lapwing.center import Jacobian
 from lapwing.curvature import Factor, Probe, State, accumulate
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.curvature.cost import NEW, pretend_factorized
 from lapwing.doctor.reading import Batch
 from lapwing.doctor.training import log_prob_and_gradient
 from lapwing.likelihoods import Likelihood
@@ -40,7 +41,6 @@ from lapwing.tangent import TangentModel
 QUICK = 0.2  # seconds that one kind of trial may take, about
 REPEAT = 6  # runs of a quick one
 FEW = 8  # examples of the first, smallest trial
-THOUSAND = 1000
 TWIN = 10**8  # parameters of a model that may be copied
 
 
@@ -240,7 +240,7 @@ def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> Pr
     """Predict with a posterior whose eigenvectors are replaced by the identity's: they cost as much to use and
     nothing to find. Inputs are run LARGEST at a time, so no more are needed to see a piece of that size; where there
     is no time for so many, fewer, with a budget in proportion."""
-    _pretend_decomposed(state)
+    pretend_factorized(state)
     tangent = state.tangent
     prior = Gaussian(1.0).bind(state.layout, tangent.device)
     posterior = condition(state, prior, likelihood)
@@ -256,27 +256,16 @@ def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> Pr
     cuts = tangent.separable(x)
     n = _affordable(run, 4, LARGEST, tangent.device) if cuts else len(tangent(x))
     took = seconds(lambda: run(n), tangent.device)
-    thousand = took / n * THOUSAND
+    thousand = took / n * NEW
     if cuts and n < LARGEST:
-        thousand = _grown(took, seconds(lambda: run(n // 2), tangent.device), n, LARGEST) / LARGEST * THOUSAND
+        thousand = _grown(took, seconds(lambda: run(n // 2), tangent.device), n, LARGEST) / LARGEST * NEW
     if took > n * QUICK:  # counting is slower still: a prediction's work stays within the budget
         return PredictTrial(thousand, budget // 2, 0)
     work, each = bytes_of(n)
     if cuts and n < LARGEST:
         less, _ = bytes_of(n // 2)
         work += (work - less) * (LARGEST - n) // (n - n // 2)
-    return PredictTrial(thousand, work, 4 * each * (THOUSAND - LARGEST))  # float64, joined, and as handed out
-
-
-def _pretend_decomposed(state: State) -> None:
-    for part in state.parts:
-        if part.kind != "kron":
-            continue
-        a, b = state.sums[f"{part.name}/A"], state.sums[f"{part.name}/B"][0]
-        ones = [torch.ones(t.shape[0], t.shape[-1], dtype=torch.float64, device=b.device) for t in (a, b)]
-        eyes = [torch.diag_embed(one) for one in ones]
-        vectors = ones[0], None if a.ndim == 2 else eyes[0], ones[1], eyes[1]
-        state.kept_of(part.name)["eigenvectors"] = vectors
+    return PredictTrial(thousand, work, 4 * each * (NEW - LARGEST))  # float64, joined, and as handed out
 
 
 def _tiled(x: Any, n: int) -> Any:
