@@ -216,18 +216,19 @@ def of_parts(task: Task, kind_of: Callable[[Part], str]) -> Needs:
     kinds = [(part, kind_of(part)) for part in task.parts if part.kind != "unused"]
     each = [KINDS[kind][1](part, task) for part, kind in kinds]
     names = ("state", "factors", "fit", "tune", "predict", "solve", "factorize")
-    total = {name: sum(getattr(one, name) for one in each) for name in names}
-    transient, kept = max((one.passing for one in each), default=0), total["state"] + total["factors"]
+    state, factors, fit, tune, predict, solve, factorize = (sum(getattr(one, name) for one in each) for name in names)
+    transient, kept = max((one.passing for one in each), default=0), state + factors
     gradients = sum(4 * task.positions.get(part.name, 1) * part.shape[0] * part.shape[1] for part in task.parts)
     fitting = min(task.working, 3 * task.batch_size * gradients * task.columns)
     return Needs(
-        **total
-        | {
-            "fit": task.n * (total["fit"] + task.backward(task.columns)),
-            "tune": total["tune"] + task.evaluations(task.size, len(task.parts)),
-            "predict": NEW * (total["predict"] + task.backward(task.outputs)),
-        },
         memory=kept + transient + fitting,
+        fit=task.n * (fit + task.backward(task.columns)),
+        tune=tune + task.evaluations(task.size, len(task.parts)),
+        predict=NEW * (predict + task.backward(task.outputs)),
+        solve=solve,
+        factorize=factorize,
+        state=state,
+        factors=factors,
         passing=transient,
         kept=kept,
         side=max((one.side for one in each), default=0),

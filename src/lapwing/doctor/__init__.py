@@ -54,12 +54,13 @@ def doctor(
     budget = None if memory_budget is None else arguments.as_budget(memory_budget)
     if not (isinstance(structure, str) and structure == AUTO):
         arguments.as_structure(structure, Probe(1, 1, 1, 1, None), BUDGET)  # raises, and says what it may be
-    visit = _Visit(model, arguments.as_likelihood(likelihood), subset, forward, budget, structure)
-    batches = visit.attempt("data", lambda: _batches(data))
-    with loading.unchanged_rng(batches), warnings.catch_warnings():
+    visit = _Visit(model, arguments.as_likelihood(likelihood), budget, subset, forward, structure)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a fit would warn about is a finding here
-        visit.examine(batches)
-        return visit.report(likelihood if isinstance(likelihood, str) else None)
+        batches = visit.attempt("data", lambda: loading.as_batches(data))
+        with loading.unchanged_rng(batches):
+            visit.examine(batches)
+            return visit.report(likelihood if isinstance(likelihood, str) else None)
 
 
 def _refuse_nonsense(model: Any, data: Any, subset: Any, forward: Any) -> None:
@@ -79,27 +80,13 @@ def _refuse_nonsense(model: Any, data: Any, subset: Any, forward: Any) -> None:
         )
 
 
-def _batches(data: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return loading.as_batches(data)
-
-
 class _Visit:
     """One examination, stage by stage; a stage that cannot run leaves its findings and ends the visit."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood,
-        subset: Any,
-        forward: Any,
-        budget: int | None,
-        structure: Any = AUTO,
-    ) -> None:
+    def __init__(self, model: nn.Module, likelihood: Likelihood, budget: int | None, *choices: Any) -> None:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.wrapped = self.model is not model
-        self.subset, self.forward, self.budget, self.structure = subset, forward, budget, structure
+        self.budget, (self.subset, self.forward, self.structure) = budget, choices
         self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.likelihood = likelihood.to(self.device)
         self.limit = budget or free_memory(self.device)

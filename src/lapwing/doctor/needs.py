@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from lapwing import arguments, tree
 from lapwing.curvature import Probe
 from lapwing.curvature.cost import EVIDENCE, HEAP, Needs, Rates, Task
@@ -25,15 +23,12 @@ PIECES = 1.7  # bytes that the process grows by for a byte of passing tensors, w
 
 def measure(tangent: TangentModel, likelihood: Likelihood, sample: Excerpt) -> Rates:
     """What this machine takes for a gradient, a forward pass, a product and the like."""
-    (x, y), device = sample.first, tangent.device
+    x, y = sample.first
     return Rates(
         gradient=trial.gradient_seconds(tangent, likelihood, (x, y)),
         forward=trial.forward_seconds(tangent, x, len(y)),
         read=sample.seconds,
-        product=trial.product_seconds(device, torch.float64),
-        product32=trial.product_seconds(device, torch.float32),
-        element=trial.element_seconds(device),
-        sweep=trial.sweep_seconds(device),
+        **trial.algebra_seconds(tangent.device),
     )
 
 

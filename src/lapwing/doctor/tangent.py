@@ -31,7 +31,7 @@ def in_memory(task: Task) -> bool:
 
 def centered(need: Needs, task: Task) -> Needs:
     """With the seconds, and the memory, of tuning at the tangent MAP."""
-    return _held(need, task) if in_memory(task) else _streamed(need, task)
+    return _by_rows(need, task) if in_memory(task) else _streamed(need, task)
 
 
 def _streamed(need: Needs, task: Task) -> Needs:
@@ -46,7 +46,7 @@ def _streamed(need: Needs, task: Task) -> Needs:
     return replace(need, tangent=need.tune + reading + PASSES * a_pass, each=a_pass, work=work)
 
 
-def _held(need: Needs, task: Task) -> Needs:
+def _by_rows(need: Needs, task: Task) -> Needs:
     n, m, p, rates = task.n, task.n * task.outputs, task.size, task.rates
     quadratic = task.likelihood.quadratic
     kind = "approximate" if not need.exact else "quadratic" if quadratic else "exact"
