@@ -30,6 +30,7 @@ STRUCTURES = {
     "matrix_free": curvature.MatrixFree,
     "lowrank": curvature.LowRank,
 }
+FALLBACKS = ("kron", "diag")  # what the doctor recommends where "auto" does not fit, the best first
 LIKELIHOODS = {
     "gaussian": likelihoods.Gaussian,
     "categorical": likelihoods.Categorical,
@@ -68,11 +69,21 @@ def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Prior:
     return prior.bind(layout, device)
 
 
+def automatic(seen: Probe) -> str:
+    """What structure="auto" is, by the size of the problem."""
+    return "full" if min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL else "kron"
+
+
+def planned(memory_budget: int) -> tuple[Any, ...]:
+    """The structures that the doctor compares."""
+    forms = (curvature.Full(form, memory_budget) for form in ("primal", "dual"))
+    return *forms, *(STRUCTURES[name](memory_budget=memory_budget) for name in ("kron", "block", "diag"))
+
+
 def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
     """A structure by its name, with this memory budget, or as it is; "auto" goes by the size of the problem."""
-    if structure == "auto":
-        small = min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL
-        structure = "full" if small else "kron"
+    if isinstance(structure, str) and structure == "auto":
+        structure = automatic(seen)
     if isinstance(structure, str):
         if structure not in STRUCTURES:
             raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")

@@ -121,7 +121,7 @@ class Examples:
         state = self.state
         basis = state if state.basis else None
         one = accumulate(state.structure, state.tangent, self.likelihood, [example], state.factor, basis=basis)
-        return without(replace(state, lost=0.0), one)
+        return without(replace(state, lost=0.0), one, self.likelihood)
 
 
 @dataclass

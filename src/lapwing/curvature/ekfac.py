@@ -11,13 +11,14 @@ norm, hence never further than KFAC. Sums add only in a shared basis, which the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature.accumulate import Accumulator, Probe
+from lapwing.curvature.cost import Needs, Task
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Kronecker, LayeredSum, never_negative, part_operator
 from lapwing.curvature.parts import Part
@@ -85,6 +86,10 @@ class EigenKronecker(Kronecker):
         said = super().coverage(state_parts, tangent)
         turned = [n for part in state_parts if part.kind == "kron" for n in part.parameters]
         return said | {n: said[n].replace("Kronecker", "diagonal in the Kronecker eigenbasis", 1) for n in turned}
+
+    def needs(self, task: Task) -> Needs:
+        one = super().needs(task)
+        return replace(one, fit=one.fit * 2, passes=2, note="diagonal in the Kronecker eigenbasis")
 
 
 def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Tensor) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
+from lapwing.curvature.cost import Needs, Task, of_matrix, of_rows
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.gram import add_gram, mirrored
@@ -103,6 +104,10 @@ class Full:
     def coverage(self, parts: tuple[Any, ...], tangent: TangentModel) -> dict[str, str]:
         """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, f"exact ({self.form})")
+
+    def needs(self, task: Task) -> Needs:
+        """What it takes, counted (cost.py)."""
+        return of_rows(task) if self.form == "dual" else of_matrix(task, GATHERED_ROWS)
 
 
 def _row_weights(state: State, weights: Tensor) -> Diagonal | Mixed:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lapwing import registry
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.capture import Capture
+from lapwing.curvature.cost import Needs, Task, of_parts
 from lapwing.curvature.cover import cover, explain
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.memory import count_bytes
@@ -102,6 +103,10 @@ class Layered:
         """How each parameter is treated, in words."""
         return {n: explain(part, tangent.model) for part in state_parts for n in part.parameters}
 
+    def needs(self, task: Task) -> Needs:
+        """What it takes, counted (cost.py)."""
+        return of_parts(task, self.kind_of)
+
 
 @dataclass(frozen=True)
 class Kronecker(Layered):
@@ -164,6 +169,9 @@ class Block(Layered):
                 f"structure='block' needs a {part.size} x {part.size} matrix for {part.name}; use 'kron' or 'diag'"
             )
         return "dense"
+
+    def needs(self, task: Task) -> Needs:
+        return of_parts(task, lambda part: "dense")  # of what is too large, too
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lapwing import given, tree
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
+from lapwing.curvature.cost import Needs, Task
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.memory import count_bytes, physical_memory
@@ -160,6 +161,12 @@ class LowRank:
         shares = torch.where(true > 0, own / true, 1.0).clamp(max=1.0).tolist()  # more than all of it is rounding
         total = float(own.sum() / true.sum()) if bool(true.any()) else 1.0
         return total, dict(zip(state.layout.names, shares, strict=True))
+
+    def needs(self, task: Task) -> Needs:
+        """What it takes, counted (cost.py)."""
+        held = 8 * min(self.rank, task.size) * task.size * task.weights
+        note = f"rank {self.rank} of the whole"
+        return Needs(COPIES * held, state=held, kept=3 * held, passes=self.passes, by_batch=False, note=note)
 
 
 def _range(sketch: Tensor) -> Tensor:

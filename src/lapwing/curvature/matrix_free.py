@@ -23,6 +23,7 @@ from lapwing import given, tree
 from lapwing.curvature import overflow
 from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe, accumulate, covered, flat_outputs
 from lapwing.curvature.checkpoint import Checkpoint
+from lapwing.curvature.cost import Needs, Task
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Diagonal, Kronecker
 from lapwing.curvature.lowrank import COPIES, LowRank
@@ -476,6 +477,11 @@ class MatrixFree:
         if self.preconditioner == "auto" or self.seed < 0:
             raise InvalidValue("matrix_free has chosen its preconditioner and its seed by the end of a fit")
         return self.near.keeps(layout, parts, weights, factor)
+
+    def needs(self, task: Task) -> Needs:
+        """What it takes, counted (cost.py)."""
+        near, note = getattr(self.near, "needs", lambda task: Needs())(task), "exact, by passes that cannot be counted"
+        return Needs(near.memory, kept=near.kept, exact=True, note=note, grows=True)
 
 
 def source(

@@ -72,6 +72,11 @@ class Likelihood:
         return self.outcome or self.name
 
     @property
+    def discrete(self) -> bool:
+        """Whether y has probabilities, and no density: then log p is never positive."""
+        return self.classes or self.counts
+
+    @property
     def plain(self) -> Likelihood:
         """The likelihood of new targets, where those of the fit were weighted or smoothed."""
         return self
@@ -146,6 +151,20 @@ class Likelihood:
         """What to train the network on: the mean over examples of −log p, outputs f (n, ..., c)."""
         self.validate(f.detach(), y)
         return -self.log_prob(f, y).sum() / len(f)
+
+    # -- what the doctor asks ---------------------------------------------------------------------------------------
+
+    def target_hint(self, f: Tensor, y: Tensor) -> str:
+        """What targets that `validate` refuses seem to be, and what to do; "" where nothing tells. f (n, ..., c)."""
+        return ""
+
+    def target_note(self, y: Tensor, outputs: int) -> str:
+        """What is odd about valid targets, all of them in one vector (m,); "" where nothing is."""
+        return ""
+
+    def constant(self, y: Tensor) -> Tensor | None:
+        """The outputs (c,) that fit targets y of m rows best if all have the same; None where that is not known."""
+        return None
 
     # -- moments of y given f, for predictions ---------------------------------------------------------------------
 

@@ -44,6 +44,15 @@ class SoftLabels(Categorical):
                 f"{float(y.min()):.4g} and sums from {float(total.min()):.4g} to {float(total.max()):.4g}"
             )
 
+    def target_hint(self, f: Tensor, y: Tensor) -> str:
+        return ""
+
+    def target_note(self, y: Tensor, outputs: int) -> str:
+        return ""
+
+    def constant(self, y: Tensor) -> Tensor:
+        return y.double().mean(0).clamp(min=torch.finfo(torch.float64).tiny).log()
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return (y.to(f) * torch.log_softmax(f, -1)).sum(-1)
 
@@ -68,6 +77,12 @@ class Labels(Categorical):
             SoftLabels().validate(f, y)
         else:
             super().validate(f, y)
+
+    def target_note(self, y: Tensor, outputs: int) -> str:
+        return _form(y).target_note(y, outputs)
+
+    def constant(self, y: Tensor) -> Tensor | None:
+        return _form(y).constant(y)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return _form(y).log_prob(f, y)
@@ -103,6 +118,9 @@ class LabelSmoothing(Categorical):
     @property
     def plain(self) -> Likelihood:
         return Categorical()
+
+    def constant(self, y: Tensor) -> Tensor | None:
+        return None  # labels alone do not tell the number of classes, which smoothing needs
 
     def _epsilon(self, f: Tensor) -> Tensor:
         return torch.as_tensor(self.smoothing).to(f)
