@@ -30,12 +30,12 @@ from lapwing.arguments import (
 from lapwing.center import Center, Jacobian, check_gaussian, read, tangent_map
 from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, State, accumulate, probe
-from lapwing.curvature.matrix_free import source
+from lapwing.curvature.data_root import source
 from lapwing.curvature.overflow import check_sums
 from lapwing.data import Joined, dropped, inputs_of, ranks_of
 from lapwing.errors import BrokenFile, InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
-from lapwing.operators import Samples, Streamed, linalg
+from lapwing.operators import Samples, linalg
 from lapwing.packing import sound
 from lapwing.posterior import Gaussian, condition, placed
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
@@ -97,11 +97,9 @@ class Laplace:
     @property
     def _captured(self) -> tuple[str, dict[str, float]]:
         """How much of the total curvature a low rank has, in words, and of each parameter's; none elsewhere."""
-        if not isinstance(self.state.structure, curvature.LowRank):
-            return "", {}
         weights = self.likelihood.curvature_weights(self.state.factor.kind).to(self.tangent.device)
-        total, shares = self.state.structure.captured(self.state, weights.expand(self.state.weights))
-        return f" with {100 * total:.1f} % of the curvature", shares
+        found = self.state.structure.captured(self.state, weights.expand(self.state.weights))
+        return ("", {}) if found is None else (f" with {100 * found[0]:.1f} % of the curvature", found[1])
 
     # -- evidence -------------------------------------------------------------------------------------------------
 
@@ -194,8 +192,7 @@ class Laplace:
         inputs of a rank's own and to save. Other posteriors are whole on every rank as they are."""
         if not self.streams:
             return self
-        cache = {**self.state.cache, "streamed": self._spread.precision.gathered().cache}
-        return replace(self, state=replace(self.state, cache=cache))
+        return replace(self, state=self.state.structure.gathered(self.state, self._spread.precision))
 
     @torch.inference_mode(False)
     def recentered(self, data: Any = None) -> Laplace:
@@ -373,10 +370,9 @@ class Laplace:
     def solve(self) -> Samples:
         """matrix_free: the samples of the posterior (over a process group, this rank's) and how they were solved for,
         residual, steps and passes."""
-        precision = self._spread.precision
-        if not isinstance(precision, Streamed):
+        if not self.streams:
             raise Unsupported(f"structure '{self.state.structure}' is factorized, not solved by iteration")
-        return precision.samples
+        return self._spread.precision.samples
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -407,9 +403,8 @@ class Laplace:
         how += f" at the {self.tuning.center}" if self.tuning and self.tuning.center else ""
         if self.center == "tangent" and not (self.tuning and self.tuning.center == "tangent"):
             how += ", centered at the tangent MAP"
-        precision = self._spread.precision
-        if isinstance(precision, Streamed):
-            how += "; not solved yet" if precision.known is None else f"; {precision.known}"
+        if self.streams:
+            how += f"; {self._spread.precision.known or 'not solved yet'}"
         if self.state.lost:
             how += f"; {self.state.lost:.1f} digits lost by removals, about {max(0.0, self.state.digits):.1f} left"
         known = self.tuning.train_nll if self.tuning else self.__dict__.get("_training_nll", ())
@@ -444,12 +439,12 @@ class Laplace:
 
     def _jacobian(self, batches: Any) -> Jacobian:
         """J over the data, kept where its rows fit the memory budget."""
-        known = self.state.cache.get("jacobian")
+        known = self.state.memo.jacobian
         if known is not None and known.batches is batches:
             return known
         found = read(self.state, self.likelihood, batches, self.memory_budget)
         if found.rows is not None:
-            self.state.cache["jacobian"] = found
+            self.state.memo.jacobian = found
         return found
 
     @torch.inference_mode(False)
@@ -463,12 +458,12 @@ class Laplace:
     @property
     def streams(self) -> bool:
         """Whether the curvature is known by products over the data alone."""
-        return isinstance(self.state.structure, curvature.MatrixFree)
+        return self.state.structure.streams
 
     @property
     def _center_state(self) -> State:
         """Whose curvature preconditions the solve for v*: the state's, or where that is streamed its companion's."""
-        return self.state.structure.companion(self.state) if self.streams else self.state
+        return self.state.structure.companion(self.state)
 
     def _attached(self, data: Any) -> Laplace:
         """With these as the data of the fit."""
@@ -638,7 +633,7 @@ def _assemble(state: State, prior: priors.Prior, likelihood: likelihoods.Likelih
 
 def _sourced(state: State, likelihood: likelihoods.Likelihood, data: Any) -> State:
     """A streamed state with these as its data; others as they are."""
-    if not isinstance(state.structure, curvature.MatrixFree):
+    if not state.structure.streams:
         return state
     budget = state.structure.memory_budget
     return replace(state, source=source(state, likelihood, state.weights, data, budget))

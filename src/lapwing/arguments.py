@@ -66,7 +66,7 @@ def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Prior:
     return prior.bind(layout, device)
 
 
-def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
+def as_structure(structure: Any, seen: Probe, memory_budget: int) -> curvature.Structure:
     """A structure by its name, with this memory budget, or as it is; "auto" goes by the size of the problem."""
     if structure == "auto":
         small = min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL
@@ -75,14 +75,16 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
         if structure not in STRUCTURES:
             raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
         return STRUCTURES[structure](memory_budget=memory_budget)
-    if not hasattr(structure, "resolved") or isinstance(structure, type):
+    if not isinstance(structure, curvature.Structure):
         raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
     return structure
 
 
-def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: Any = None) -> Factor:
+def as_factor(
+    factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: curvature.Structure | None = None
+) -> Factor:
     """An output factor by its name, or as it is; "auto" goes by the number of outputs."""
-    if factor == "auto" and isinstance(structure, curvature.MatrixFree):
+    if factor == "auto" and structure is not None and structure.exact_factor_is_free:
         return Factor("exact")  # products with it cost nothing more
     if factor == "auto":
         several = len(likelihood.curvature_weights()) > 1  # noise per output: only the exact factor keeps it apart

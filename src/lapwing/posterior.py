@@ -15,7 +15,7 @@ from torch import Tensor
 from lapwing import given
 from lapwing.curvature import Part, State
 from lapwing.errors import InvalidValue, LapwingWarning
-from lapwing.operators import Streamed, linalg
+from lapwing.operators import linalg
 from lapwing.tree import Layout
 
 
@@ -29,9 +29,8 @@ class Gaussian:
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n weight vectors, (n, p); without a generator, those that predictions are made from, where some are kept."""
         n = given.whole(n, "the number of draws")
-        if generator is None and isinstance(self.precision, Streamed) and n <= self.precision.plan.samples:
-            return self.mean + self.precision.first(n)
-        return self.mean + linalg.draw(self.precision, n, given.generator(generator))
+        kept = linalg.kept_draws(self.precision, n) if generator is None else None
+        return self.mean + (linalg.draw(self.precision, n, given.generator(generator)) if kept is None else kept)
 
     def covariance(self, rows: Any) -> Tensor:
         """J Σ Jᵀ for rows (n, c, p) in named_parameters() order, (n, c, c)."""
@@ -41,8 +40,7 @@ class Gaussian:
     @property
     def jitter(self) -> float:
         """What the factorizations so far had to add to the diagonal (0 unless a warning said so)."""
-        operators = getattr(self.precision, "parts", (self.precision,))
-        return max(float(getattr(op, "cache", {}).get("jitter", 0.0)) for op in operators)
+        return linalg.jitter(self.precision)
 
 
 def curvature(state: State, likelihood: Any) -> Any:
@@ -59,8 +57,8 @@ def placed(prior: Any, state: State) -> Any:
         eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
         out = prior.at(state.structure.operator(state, state.unit_weights), state.tangent.theta, eps)
     dropped = out.counts_dropped()
-    if dropped and "dropped" not in state.cache:
-        state.cache["dropped"] = True  # said once
+    if dropped and not state.memo.said_dropped:
+        state.memo.said_dropped = True
         warnings.warn(
             f"the g-prior drops {sum(dropped.values())} of {state.layout.size} weights, on which no output depends "
             "over these data; they stay at their trained values without variance "

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from lapwing import arguments
-from lapwing.curvature import BUDGET, Full
-from lapwing.curvature.accumulate import covered
+from lapwing.curvature import BUDGET
 from lapwing.curvature.memory import physical_memory
+from lapwing.curvature.structure import covered
 from lapwing.doctor.needs import Need, Problem, Rates, measure, need, survey, with_products
 from lapwing.doctor.reading import Sample
 from lapwing.doctor.report import Cost
@@ -135,11 +135,8 @@ def _choose(problem: Problem, costs: dict[str, Cost]) -> tuple[str, str]:
 def _treatment(problem: Problem, structure: str) -> dict[str, str]:
     """What la.coverage will say."""
     chosen = arguments.as_structure(structure, problem.seen, problem.working)
-    if isinstance(chosen, Full):
-        full = replace(chosen, form="primal" if problem.primal else "dual")
-        return covered(full, (), problem.tangent) | _rest(problem)
     parts = chosen.parts(problem.tangent, problem.seen.inputs)
-    return covered(chosen, parts, problem.tangent) | _rest(problem)
+    return covered(chosen.formed(problem.primal), parts, problem.tangent) | _rest(problem)
 
 
 def _rest(problem: Problem) -> dict[str, str]:

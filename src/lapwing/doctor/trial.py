@@ -28,6 +28,7 @@ from lapwing import tree
 from lapwing.center import Jacobian
 from lapwing.curvature import Factor, Probe, State, accumulate
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.curvature.layered import LayeredMemo
 from lapwing.doctor.reading import Batch
 from lapwing.doctor.training import log_prob_and_gradient
 from lapwing.likelihoods import Likelihood
@@ -276,7 +277,8 @@ def _pretend_decomposed(state: State) -> None:
         ones = [torch.ones(t.shape[0], t.shape[-1], dtype=torch.float64, device=b.device) for t in (a, b)]
         eyes = [torch.diag_embed(one) for one in ones]
         vectors = ones[0], None if a.ndim == 2 else eyes[0], ones[1], eyes[1]
-        state.kept_of(part.name)["eigenvectors"] = vectors
+        memo = state.factorizations(LayeredMemo).part(part.name)
+        memo.factorizations.spectrum(None).eigenvectors = vectors
 
 
 def _tiled(x: Any, n: int) -> Any:

@@ -12,6 +12,14 @@ An operator is a symmetric matrix M = s·H + diag(d) that knows its structure. I
     diagonal(M)       diag(M)                              (p,)
     to_dense(M)       M                                    (p, p)
 
+Facts that most operators leave at what is said here, for what is factorized and whole on every rank:
+
+    logdet_slope(M)   log|M| but for a constant            logdet(M)
+    log_determinant(M)  log|M| with its standard error     None: it is exact
+    kept_draws(M, n)  n of the draws that predictions use  None: none are kept
+    gathered(M)       M with all its draws on this rank    M
+    jitter(M)         what Cholesky factors had to add     0
+
 solve, draw and covariance use factorizations that are made once, and carry no gradient in s and d. Operators live in
 float64: that is where factorizations need to be. A missing pair raises and names alternatives.
 """
@@ -27,6 +35,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingWarning, NotPositiveDefinite, Unsupported
+from lapwing.solvers import Estimate
 
 
 def verb(function: Callable[..., Any]) -> Any:
@@ -102,6 +111,30 @@ def to_dense(op: Any) -> Tensor:  # type: ignore[empty-body]
 def logdet_slope(op: Any) -> Tensor:
     """log|M| but for a constant: as differentiable, and cheaper where the value of log|M| costs more than its slope."""
     return logdet(op)
+
+
+@functools.singledispatch
+def log_determinant(op: Any) -> Estimate | None:
+    """log|M| with its standard error, where it is an estimate; None where it is exact."""
+    return None
+
+
+@functools.singledispatch
+def kept_draws(op: Any, n: int) -> Tensor | None:
+    """The first n samples of N(0, M⁻¹) that predictions are made from, (n, p); None where so many are not kept."""
+    return None
+
+
+@functools.singledispatch
+def gathered(op: Any) -> Any:
+    """M with all that is spread over ranks on each of them."""
+    return op
+
+
+@functools.singledispatch
+def jitter(op: Any) -> float:
+    """What the Cholesky factors so far had to add to the diagonal (0 unless a warning said so)."""
+    return 0.0
 
 
 def traces(op: Any, groups: Any) -> Tensor:

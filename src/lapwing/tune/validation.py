@@ -27,7 +27,7 @@ import torch
 from lapwing.curvature import BUDGET, State
 from lapwing.data import passes, ranks_of
 from lapwing.errors import InvalidValue, NotConverged
-from lapwing.operators import Streamed
+from lapwing.operators import linalg
 from lapwing.posterior import condition, curvature
 from lapwing.predictive import Prediction, predict
 from lapwing.tune.bounds import EDGE, Tuning, warn_bound
@@ -124,8 +124,8 @@ def _held_out(
     ranks = ranks_of(batches)
     with torch.no_grad():
         posterior = condition(state, prior.scaled(math.exp(log_c)), likelihood)
-        if isinstance(posterior.precision, Streamed):  # a solve of all ranks; then each predicts its own held-out data
-            posterior = replace(posterior, precision=posterior.precision.gathered())
+        # where it is solved for, a solve of all ranks; then each predicts its own held-out data
+        posterior = replace(posterior, precision=linalg.gathered(posterior.precision))
         with ranks.sharing_errors("predicting the held-out data"):
             made = [
                 (predict(state.tangent, posterior, likelihood.plain, x, memory_budget=budget), y)
