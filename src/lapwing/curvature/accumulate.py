@@ -125,28 +125,14 @@ def accumulate(
         raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
     foreign = basis is not None  # of other data, perhaps
     place = as_checkpoint(checkpoint, every)
-    if structure.streams:
-        state = structure.streamed(
-            tangent, likelihood, batches, generator=generator, progress=progress, seen=seen, checkpoint=place
-        )
-        return check_sums(state, batches)
     one = Pass(structure, tangent, likelihood, batches, factor, generator, progress, seen)
+    if structure.streams:
+        return check_sums(structure.streamed(one, place), batches)
     journal = None if place is None else one.journal(place, basis)
     with nullcontext() if journal is None else journal:  # with its lock
         if first is not None:
             basis = basis if basis is not None or journal is None else journal.basis(one.empty, one.ranks)
-            within = None if place is None else place.within()
-            basis = basis or accumulate(
-                first,
-                tangent,
-                likelihood,
-                batches,
-                factor,
-                generator=generator,
-                progress=progress,
-                seen=seen,
-                checkpoint=within,
-            )
+            basis = basis or one.by(first, factor, None if place is None else place.within())
         accumulator, before = one.begun(basis), None if foreign or basis is None else basis.inputs
         del basis  # its memory, before the pass
         state = merged(one.state(one.run(accumulator, journal)), one.ranks)
@@ -170,6 +156,11 @@ class Pass:
     generator: torch.Generator
     progress: bool
     seen: Probe
+
+    def by(self, structure: Structure, factor: Factor, checkpoint: FitCheckpoint | None) -> State:
+        """The state of another structure over the same data."""
+        told: dict[str, Any] = {"generator": self.generator, "progress": self.progress, "seen": self.seen}
+        return accumulate(structure, self.tangent, self.likelihood, self.batches, factor, checkpoint=checkpoint, **told)
 
     @property
     def ranks(self) -> Ranks:

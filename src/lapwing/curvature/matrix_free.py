@@ -7,15 +7,14 @@ that of the samples, whatever the numbers of data and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing import given
-from lapwing.curvature.accumulate import accumulate
+from lapwing.curvature.accumulate import Pass
 from lapwing.curvature.checkpoint import FitCheckpoint
 from lapwing.curvature.data_root import source
 from lapwing.curvature.factor import Factor
@@ -27,7 +26,6 @@ from lapwing.curvature.parts import Part
 from lapwing.curvature.state import Memo, State
 from lapwing.curvature.structure import BUDGET, Kept, Probe, Structure, covered, register
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods import Likelihood
 from lapwing.operators import SolvePlan, Streamed, linalg
 from lapwing.operators.samples import Remembered
 from lapwing.tangent import TangentModel
@@ -107,39 +105,19 @@ class MatrixFree(Structure):
         fits = self.preconditioner == "nystrom" or bool(self.rank) or room >= LEAST
         return replace(self, preconditioner="nystrom", rank=rank) if fits else replace(self, preconditioner="none")
 
-    def streamed(
-        self,
-        tangent: TangentModel,
-        likelihood: Likelihood,
-        batches: Iterable[Any],
-        *,
-        generator: torch.Generator,
-        progress: bool,
-        seen: Probe,
-        checkpoint: FitCheckpoint | None,
-    ) -> State:
+    def streamed(self, one: Pass, checkpoint: FitCheckpoint | None) -> State:
         """The state: that of the preconditioner, by one pass, and where the data are."""
-        seed = self.seed if self.seed >= 0 else int(torch.randint(2**31, (), generator=generator))
-        weights = len(likelihood.curvature_weights("exact"))
-        near = self.near_factor(weights, seen.outputs * seen.positions)
-        state = accumulate(
-            self.near,
-            tangent,
-            likelihood,
-            batches,
-            near if near.kind in likelihood.factors else Factor("exact"),
-            generator=generator,
-            progress=progress,
-            seen=seen,
-            checkpoint=checkpoint,
-        )
+        seed = self.seed if self.seed >= 0 else int(torch.randint(2**31, (), generator=one.generator))
+        weights = len(one.likelihood.curvature_weights("exact"))
+        near = self.near_factor(weights, one.seen.outputs * one.seen.positions)
+        state = one.by(self.near, near if near.kind in one.likelihood.factors else Factor("exact"), checkpoint)
         return replace(
             state,
             structure=replace(self, seed=seed),
             factor=Factor("exact"),
             weights=weights,
-            source=source(state, likelihood, weights, batches, self.memory_budget),
-            coverage=covered(self, state.parts, tangent),
+            source=source(state, one.likelihood, weights, one.batches, self.memory_budget),
+            coverage=covered(self, state.parts, one.tangent),
         )
 
     def near_factor(self, weights: int, columns: int) -> Factor:

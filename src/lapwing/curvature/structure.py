@@ -11,11 +11,9 @@ asks for a structure's class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from lapwing import registry
@@ -27,6 +25,7 @@ from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 
 if TYPE_CHECKING:
+    from lapwing.curvature.accumulate import Pass
     from lapwing.curvature.checkpoint import FitCheckpoint
     from lapwing.curvature.state import State
 
@@ -58,16 +57,13 @@ class Accumulator(Protocol):
 
     def forward(self, x: Any) -> Tensor:
         """The outputs f (n, ..., c) of a batch."""
-        ...
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
-        ...
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]:
         """The sums by their names, and the batches that are kept."""
-        ...
 
 
 class Structure:
@@ -112,17 +108,7 @@ class Structure:
         """Whether its state keeps the data, inputs with cotangents, from which rows of J are made (the dual form)."""
         return False
 
-    def streamed(
-        self,
-        tangent: TangentModel,
-        likelihood: Likelihood,
-        batches: Iterable[Any],
-        *,
-        generator: torch.Generator,
-        progress: bool,
-        seen: Probe,
-        checkpoint: FitCheckpoint | None,
-    ) -> State:
+    def streamed(self, one: Pass, checkpoint: FitCheckpoint | None) -> State:
         """Of one that `streams`, in place of a pass of its own: its state, which holds the place of the data."""
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing.operators import linalg
-from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.diagonal import Diagonal, shifted
 from lapwing.operators.memo import Factorizations
 
 
@@ -114,9 +114,7 @@ def _(op: Dense, s: Tensor) -> Dense:
     return replace(op, factor=factor, diag=None if op.diag is None else linalg.scale(op.diag, s))
 
 
-@linalg.shift.register
-def _(op: Dense, d: Diagonal) -> Dense:
-    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+linalg.shift.register(Dense, shifted)
 
 
 @linalg.solve.register

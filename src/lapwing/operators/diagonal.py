@@ -8,7 +8,8 @@ index (p,) says which value an entry takes; index=None means one value for all (
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +97,11 @@ def _(op: Diagonal, d: Diagonal) -> Diagonal:
     if op.unit is None and d.unit is None and (op.single or d.single):  # the groups of the other stay
         return Diagonal(op.values + d.values, op.size, d.index if op.uniform else op.index)
     return Diagonal(op.dense() + d.dense(), op.size)
+
+
+def shifted(op: Any, d: Diagonal) -> Any:
+    """op + diag(d) for an operator whose own shift is its field `diag`: the rule of `shift` for all of them."""
+    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
 
 
 @linalg.solve.register

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lapwing.errors import Unsupported
 from lapwing.operators import linalg
-from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.diagonal import Diagonal, shifted
 from lapwing.operators.memo import KroneckerFactors
 
 
@@ -214,9 +214,7 @@ def _(op: Kronecker, s: Tensor) -> Kronecker:
     return replace(op, factor=op.factor * s, diag=None if op.diag is None else linalg.scale(op.diag, s))
 
 
-@linalg.shift.register
-def _(op: Kronecker, d: Diagonal) -> Kronecker:
-    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+linalg.shift.register(Kronecker, shifted)
 
 
 @linalg.mv.register

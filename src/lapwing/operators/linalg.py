@@ -56,55 +56,46 @@ def verb(function: Callable[..., Any]) -> Any:
 @verb
 def mv(op: Any, v: Tensor) -> Tensor:  # type: ignore[empty-body]
     """M v for v (..., p)."""
-    ...
 
 
 @verb
 def scale(op: Any, s: Tensor) -> Any:
     """s·M, which shares the factorizations of M; s is 0-dim."""
-    ...
 
 
 @verb
 def shift(op: Any, d: Any) -> Any:
     """M + diag(d), d a Diagonal."""
-    ...
 
 
 @verb
 def solve(op: Any, b: Tensor) -> Tensor:  # type: ignore[empty-body]
     """M⁻¹ b for b (..., p)."""
-    ...
 
 
 @verb
 def logdet(op: Any) -> Tensor:  # type: ignore[empty-body]
     """log|M|, 0-dim, differentiable in s and d."""
-    ...
 
 
 @verb
 def draw(op: Any, n: int, generator: torch.Generator) -> Tensor:  # type: ignore[empty-body]
     """n samples of N(0, M⁻¹), (n, p)."""
-    ...
 
 
 @verb
 def covariance(op: Any, rows: Any) -> Tensor:  # type: ignore[empty-body]
     """X M⁻¹ Xᵀ for each example: X (n, c, p) gives (n, c, c)."""
-    ...
 
 
 @verb
 def diagonal(op: Any) -> Tensor:  # type: ignore[empty-body]
     """diag(M), (p,)."""
-    ...
 
 
 @verb
 def to_dense(op: Any) -> Tensor:  # type: ignore[empty-body]
     """M, (p, p)."""
-    ...
 
 
 @functools.singledispatch
@@ -169,9 +160,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, float]:
         least = float(torch.linalg.eigvalsh(matrix.detach())[0])
         raise not_positive_definite(least)
     warnings.warn(
-        f"a Cholesky factorization took a jitter of {jitter:.3g} on the diagonal",
-        LapwingWarning,
-        stacklevel=3,
+        f"a Cholesky factorization took a jitter of {jitter:.3g} on the diagonal", LapwingWarning, stacklevel=3
     )
     return factor, jitter
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lapwing.errors import LapwingWarning, Unsupported
 from lapwing.operators import linalg
-from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.diagonal import Diagonal, shifted
 from lapwing.operators.memo import RowGrams
 from lapwing.operators.mixed import Mixed, back, half, trace
 
@@ -41,26 +41,21 @@ class Rows(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """(m, p)."""
-        ...
 
     def block(self, start: int, stop: int) -> Tensor:
         """A range of columns, (m, stop − start)."""
-        ...
 
     @property
     def held(self) -> bool:
         """Whether all columns are in memory."""
-        ...
 
     @property
     def pairs(self) -> dict[str, Pair]:
         """Columns that are outer products, by a name for them."""
-        ...
 
     def ranges(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[int, int]]:
         """Column ranges that fit the memory budget, with `beside` other rows held at the same time, and without the
         columns of some pairs."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,9 +241,7 @@ def _(op: RootPlusDiagonal, s: Tensor) -> RootPlusDiagonal:
     return replace(op, weights=linalg.scale(op.weights, s), diag=None if op.diag is None else linalg.scale(op.diag, s))
 
 
-@linalg.shift.register
-def _(op: RootPlusDiagonal, d: Diagonal) -> RootPlusDiagonal:
-    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+linalg.shift.register(RootPlusDiagonal, shifted)
 
 
 @linalg.mv.register

@@ -36,42 +36,33 @@ class Root(Protocol):
     @property
     def size(self) -> int:
         """The number of parameters p."""
-        ...
 
     @property
     def ranks(self) -> Ranks:
         """That the data, and the columns v, are spread over."""
-        ...
 
     @property
     def passes(self) -> int:
         """Over the data, so far."""
-        ...
 
     def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """RᵀWR v (k, p) and ‖R_h v‖² (k, h), for this rank's columns."""
-        ...
 
     @property
     def batches(self) -> int:
         """In a pass."""
-        ...
 
     def minibatches(self, weights: Tensor) -> Iterator[Product]:
         """Products whose mean is RᵀWR, without end."""
-        ...
 
     def noise(self, columns: Tensor, seed: int) -> Tensor:
         """R_hᵀ e for standard normal e, (h, k, p), for this rank's columns, given by their numbers."""
-        ...
 
     def amplitudes(self, weights: Tensor) -> Tensor:
         """What to multiply the noise by, so that its sum over h has the covariance RᵀWR: √w, where all are positive."""
-        ...
 
     def diagonal(self) -> Tensor:
         """diag R_hᵀR_h, (h, p)."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
