@@ -89,7 +89,7 @@ class DataRoot:
     def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_h w_h G_h v (k, p), and vᵀG_h v (k, h), for this rank's columns v."""
         v, counts = self.ranks.joint(v, "vectors of a product")
-        sums, watch = self._sums(len(v)), self.watch()
+        sums, watch = self._sums(len(v)), Watch(self)
         if not len(v):
             return sums[:, : self.size], sums[:, self.size :]
         with self.ranks.sharing_errors("a product"):
@@ -145,7 +145,7 @@ class DataRoot:
     def minibatches(self, weights: Tensor) -> Iterator[Product]:
         """(N/n) Σ_h w_h G_h v of one batch after the other, pass after pass; of ranks, a batch of each together."""
         while True:
-            watch, batches, n = self.watch(), self._each(), self.n
+            watch, batches, n = Watch(self), self._each(), self.n
             while n:
                 with self.ranks.sharing_errors("a minibatch"):
                     batch = next(batches, None)
@@ -174,7 +174,7 @@ class DataRoot:
         """Σ_n J_nᵀ s_n e_n for the columns s of S_n, each with the standard normal numbers e_n that `amplitudes` tell,
         for this rank's columns of the noise: (h, k, p). Examples are numbered as if ranks took turns, so that one
         process draws the same where rank r of R has every R-th of its examples, from the r-th on."""
-        ranks, watch, seen = self.ranks, self.watch(), 0
+        ranks, watch, seen = self.ranks, Watch(self), 0
         every, counts = ranks.joint(columns, "the noise of the data")
         k = len(every)  # one at the least
         total = torch.zeros(k, self.weights, self.size, dtype=torch.float64, device=self.tangent.device)
@@ -222,10 +222,6 @@ class DataRoot:
         return torch.stack([op.join([part.dense() for part in op.parts]) for op in found])
 
     # -- the same data each pass ------------------------------------------------------------------------------------
-
-    def watch(self) -> Watch:
-        """Of a pass that is about to begin."""
-        return Watch(self.likelihood, self.ranks, self.n, self.targets, self.statistics, self.counter)
 
     def _each(self) -> Iterator[tuple[Any, Tensor]]:
         self.counter["passes"] += 1

@@ -58,10 +58,10 @@ class State:
     n: int  # examples
     statistics: dict[str, Tensor]
     sums: dict[str, Tensor]
-    basis: dict[str, Tensor] = field(default_factory=dict)  # in which the sums are, where they need one
+    basis: dict[str, Tensor] = field(default_factory=dict)  # of the sums, where they need one; never written to
     parts: tuple[Part, ...] = ()  # of structures that treat the network part by part
     batches: tuple[tuple[Any, Tensor], ...] = ()  # (inputs, cotangents (n, K, ..., c))
-    coverage: dict[str, str] = field(default_factory=dict)
+    coverage: dict[str, str] = field(default_factory=dict)  # how each parameter is treated; never written to
     source: Any = None  # of products over the data, for the matrix-free form only; never saved
     targets: int | None = None  # a digest of what was fitted to, in any order; None where it is not known
     inputs: Tensor | None = None  # sums over the inputs (fixed.py), by which another pass is known; None: not known

@@ -338,6 +338,4 @@ def _(op: RootPlusDiagonal) -> Tensor:
     return out if op.diag is None else out + op.diag.dense().diag()
 
 
-@linalg.jitter.register
-def _(op: RootPlusDiagonal) -> float:
-    return op.memo.jitter
+linalg.jitter.register(RootPlusDiagonal, lambda op: op.memo.jitter)

@@ -286,16 +286,10 @@ def _(op: Streamed) -> Tensor:
     return torch.cat([linalg.mv(op, some) for some in eye.split(op.plan.samples)])
 
 
-@linalg.log_determinant.register
-def _(op: Streamed) -> Estimate:
-    return op.log_determinant
+linalg.log_determinant.register(Streamed, lambda op: op.log_determinant)
+linalg.gathered.register(Streamed, Streamed.gathered)
 
 
 @linalg.kept_draws.register
 def _(op: Streamed, n: int) -> Tensor | None:
     return op.first(n) if n <= op.plan.samples else None
-
-
-@linalg.gathered.register
-def _(op: Streamed) -> Streamed:
-    return op.gathered()
