@@ -419,6 +419,6 @@ def test_a_curvature_that_is_indefinite_beyond_rounding_is_refused(off: float) -
     values, vectors = torch.linalg.eigh(one[0])
     weights, wrong = CorrelatedGaussian(R).curvature_weights("exact"), la.state.sums[key].clone()
     wrong[0] -= (values[0] + off * size) * torch.outer(vectors[:, 0], vectors[:, 0]) / weights[0]
-    state = replace(la.state, sums=la.state.sums | {key: wrong}, cache={})
+    state = replace(la.state, sums=la.state.sums | {key: wrong}, memo=lw.curvature.Memo())
     with pytest.raises(lw.errors.NotPositiveDefinite, match="indefinite"):
         linalg.logdet(linalg.shift(lw.posterior.curvature(state, CorrelatedGaussian(R)), la.prior.operator()))

@@ -382,7 +382,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(name: str, kind: str, 
     la = fit(name, kind, prior="layerwise")
     la.save(tmp_path / "net")
     loaded = lw.load(tmp_path / "net", copy.deepcopy(network(name)))
-    saved = replace(la, state=replace(la.state, cache={}))
+    saved = replace(la, state=replace(la.state, memo=lw.curvature.Memo()))
     assert loaded.state.structure == saved.state.structure
     assert loaded.coverage == saved.coverage
     for what in ("sums", "basis", "statistics"):

@@ -344,7 +344,7 @@ def test_a_state_tells_priors_of_other_groups_and_means_apart(structure: str) ->
     found = [float(lw.evidence.log_evidence(state, prior, likelihood)) for prior in [*bound, *bound]]
     alone = []
     for prior in bound:
-        state.cache.clear()
+        state.memo.clear()
         alone.append(float(lw.evidence.log_evidence(state, prior, likelihood)))
     assert found == pytest.approx([*alone, *alone], rel=1e-12)
     assert len(set(alone)) == len(alone)

@@ -80,7 +80,7 @@ def planned(memory_budget: int) -> tuple[Any, ...]:
     return *forms, *(STRUCTURES[name](memory_budget=memory_budget) for name in ("kron", "block", "diag"))
 
 
-def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
+def as_structure(structure: Any, seen: Probe, memory_budget: int) -> curvature.Structure:
     """A structure by its name, with this memory budget, or as it is; "auto" goes by the size of the problem."""
     if isinstance(structure, str) and structure == "auto":
         structure = automatic(seen)
@@ -88,14 +88,16 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
         if structure not in STRUCTURES:
             raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
         return STRUCTURES[structure](memory_budget=memory_budget)
-    if not hasattr(structure, "resolved") or isinstance(structure, type):
+    if not isinstance(structure, curvature.Structure):
         raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
     return structure
 
 
-def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: Any = None) -> Factor:
+def as_factor(
+    factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: curvature.Structure | None = None
+) -> Factor:
     """An output factor by its name, or as it is; "auto" goes by the number of outputs."""
-    if factor == "auto" and isinstance(structure, curvature.MatrixFree):
+    if factor == "auto" and structure is not None and structure.exact_factor_is_free:
         return Factor("exact")  # products with it cost nothing more
     if factor == "auto":
         several = len(likelihood.curvature_weights()) > 1  # noise per output: only the exact factor keeps it apart

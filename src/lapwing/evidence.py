@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from lapwing.center import Center
-from lapwing.curvature import Block, Diagonal, Full, LowRank, MatrixFree, State
+from lapwing.curvature import State
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Streamed, linalg
+from lapwing.operators import linalg
 from lapwing.posterior import curvature, prior_precision
 from lapwing.priors import Prior
 from lapwing.solvers import Estimate
@@ -39,9 +39,9 @@ def scatter(state: State, prior: Prior, center: Center | None = None) -> Tensor:
     """‖v̄_g − m_g‖² for each prior group, (g,); v̄ is the trained weights unless a center is given."""
     if center is not None:
         return prior.scatter(center.vector)
-    kept = state.cache.get("scatter")
-    if kept is None or kept[0] is not prior.cache:  # one for each grouping, whatever the precisions
-        kept = state.cache["scatter"] = prior.cache, prior.scatter(state.tangent.theta)
+    kept = state.memo.scatter
+    if kept is None or kept[0] is not prior.grouping:  # one for each grouping, whatever the precisions
+        kept = state.memo.scatter = prior.grouping, prior.scatter(state.tangent.theta)
     return kept[1]
 
 
@@ -78,9 +78,10 @@ def _price(state: State, prior: Prior, center: Center | None) -> Tensor:
 
 def _estimate(precision: Any, found: Tensor) -> Estimate | None:
     """log Z by each probe of log|G + A|, where that was estimated."""
-    if not isinstance(precision, Streamed):
+    estimate = linalg.log_determinant(precision)
+    if estimate is None:
         return None
-    probes = precision.log_determinant.samples
+    probes = estimate.samples
     return mean_of(float(found.detach()) - 0.5 * (probes - probes.mean()))
 
 
@@ -122,16 +123,7 @@ BOUNDS = {
 def bound(state: State) -> str:
     """log|G + A| only grows as blocks of G are dropped (Fischer, Hadamard), if what is kept is exact, and shrinks as
     eigenvalues are."""
-    if state.factor.kind != "exact":
-        return BOUNDS["neither"]
-    kinds: dict[type, str] = {
-        Full: "exact",
-        Block: "lower",
-        Diagonal: "lower",
-        LowRank: "upper",
-        MatrixFree: "estimate",
-    }
-    return BOUNDS[kinds.get(type(state.structure), "neither")]
+    return BOUNDS[state.structure.bound if state.factor.kind == "exact" else "neither"]
 
 
 def effective_dimension(state: State, prior: Prior, likelihood: Likelihood) -> Tensor:

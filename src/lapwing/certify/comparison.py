@@ -39,7 +39,7 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import linalg
-from lapwing.operators.streamed import LANCZOS_VECTORS, WORK
+from lapwing.operators.streamed import LANCZOS_VECTORS, WORK_VECTORS
 from lapwing.posterior import condition, curvature, prior_precision
 from lapwing.priors import Prior
 from lapwing.solvers import Estimate, quadrature
@@ -162,7 +162,7 @@ def _log_det(
     starts = linalg.draw(near, k, generator)
     room = budget // (8 * starts.shape[-1])  # vectors
     groups = starts.tensor_split(max(1, min(k // FEWEST, -(-k // max(1, room // LANCZOS_VECTORS)))))
-    window = max(SHORT, room // len(groups[0]) - WORK)
+    window = max(SHORT, room // len(groups[0]) - WORK_VECTORS)
 
     def step(v: Tensor) -> Tensor:
         return linalg.solve(near, reader.product(v))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.curvature import Factor, Full, State, accumulate, without
+from lapwing.curvature import Factor, State, accumulate, without
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.factor import cotangents
 from lapwing.curvature.products import gauss_newton
@@ -94,7 +94,7 @@ class Examples:
         """jᵀP₋ₙ⁻¹j (k,), and whether the examples could be taken out; else it is jᵀP⁻¹j."""
         state, likelihood = self.state, self.likelihood
         precision = condition(state, prior, likelihood).precision
-        if isinstance(state.structure, Full) and state.factor.kind == "exact":
+        if state.structure.bound == "exact" and state.factor.kind == "exact":
             return (j * self._downdated(precision, j)).sum(-1), True
         if state.factor.kind == "monte_carlo" or self.k * _work(state) > WORK:
             return (j * linalg.solve(precision, j)).sum(-1), False

@@ -22,13 +22,12 @@ from typing import Any
 import torch
 
 from lapwing import tree
-from lapwing.curvature.accumulate import Probe
 from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.gram import panels
 from lapwing.curvature.parts import Part
-from lapwing.curvature.state import State
+from lapwing.curvature.structure import Probe
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
@@ -289,14 +288,3 @@ def of_rows(task: Task) -> Needs:
         by_batch=False,
         grows=True,
     )
-
-
-def pretend_factorized(state: State) -> None:
-    """Give Kronecker factors the eigenvectors of the identity, which cost as much to use and nothing to find."""
-    for part in state.parts:
-        if f"{part.name}/A" in state.sums:
-            a, b = state.sums[f"{part.name}/A"], state.sums[f"{part.name}/B"][0]
-            ones = [torch.ones(t.shape[0], t.shape[-1], dtype=torch.float64, device=b.device) for t in (a, b)]
-            eyes = [torch.diag_embed(one) for one in ones]
-            vectors = ones[0], None if a.ndim == 2 else eyes[0], ones[1], eyes[1]
-            state.kept_of(part.name)["eigenvectors"] = vectors

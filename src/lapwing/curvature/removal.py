@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.curvature.checkpoint import digest
-from lapwing.curvature.state import State, sizes
+from lapwing.curvature.identity import digest
+from lapwing.curvature.state import Memo, State, sizes
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.likelihoods import Likelihood
 
@@ -50,9 +50,12 @@ def without(whole: State, part: State, likelihood: Likelihood | None = None) -> 
         batches=_rows_left(whole, part) if whole.holds_data else (),
         targets=None if whole.targets is None or part.targets is None else (whole.targets - part.targets) % 2**64,
         inputs=None if whole.inputs is None or part.inputs is None else whole.inputs - part.inputs,
-        cache={},
+        memo=Memo(),
     )
     _check_statistics(whole, left, likelihood is not None and likelihood.discrete)
+    cores = [state.structure.cores(state) for state in (whole, left)]
+    for key, core in cores[1].items():
+        _positive(key, whole, cores[0][key], core)
     left = replace(left, sums={key: _checked(key, whole, left) for key in left.sums})
     left = replace(left, lost=whole.lost + _cancelled(whole, left))
     if left.digits < FEW:
@@ -107,9 +110,6 @@ def _checked(key: str, whole: State, left: State) -> Tensor:
     """A sum, if squares can add up to it; what is below zero by rounding becomes zero."""
     before, value, name = whole.sums[key], left.sums[key], key.rpartition("/")[2]
     if whole.factor.kind == "hessian":
-        return value
-    if name == "sketch":
-        _positive(key, whole, *(state.structure.core(state) for state in (whole, left)))
         return value
     if name in MATRICES and value.ndim > 2:
         return _positive(key, whole, before, value)

@@ -15,9 +15,9 @@ import torch
 
 from lapwing import arguments
 from lapwing.curvature import BUDGET
-from lapwing.curvature.accumulate import covered
 from lapwing.curvature.cost import NEW, Needs, Rates, Task
 from lapwing.curvature.memory import physical_memory
+from lapwing.curvature.structure import covered
 from lapwing.doctor.needs import measure, needs_of, resolved, survey
 from lapwing.doctor.reading import Batch, Excerpt
 from lapwing.doctor.report import Cost

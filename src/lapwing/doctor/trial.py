@@ -28,7 +28,8 @@ from lapwing import tree
 from lapwing.center import Jacobian
 from lapwing.curvature import Factor, Probe, State, accumulate
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
-from lapwing.curvature.cost import NEW, pretend_factorized
+from lapwing.curvature.cost import NEW
+from lapwing.curvature.layered import pretend_factorized
 from lapwing.doctor.reading import Batch
 from lapwing.doctor.training import log_prob_and_gradient
 from lapwing.likelihoods import Likelihood

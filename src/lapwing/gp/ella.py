@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from lapwing import data as loading
 from lapwing import given, tree
 from lapwing.arguments import as_budget, as_likelihood, as_prior, as_tangent
-from lapwing.curvature import Factor, Part, Probe, State, accumulate, probe
-from lapwing.curvature.accumulate import Accumulator
+from lapwing.curvature import Accumulator, Factor, Part, Probe, State, Structure, accumulate, probe
 from lapwing.curvature.rows import StreamedRows
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
@@ -100,7 +99,7 @@ class Ella:
     @property
     def directions(self) -> Tensor:
         """V (k, p), orthonormal in the prior's precision: V A Vᵀ = I."""
-        return self.state.structure.directions
+        return self.state.structure.directions  # type: ignore[attr-defined]
 
     @cached_property
     def precision(self) -> Tensor:
@@ -161,7 +160,7 @@ class Ella:
 
 
 @dataclass(frozen=True, eq=False)
-class Span:
+class Span(Structure):
     """The curvature within the span of some directions, V G Vᵀ: what the loop over data needs to sum it."""
 
     directions: Tensor  # V (k, p)

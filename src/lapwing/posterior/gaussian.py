@@ -49,9 +49,8 @@ class Gaussian:
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n weight vectors, (n, p); without a generator, those that predictions are made from, where some are kept."""
         n = given.whole(n, "the number of draws")
-        if generator is None and isinstance(self.precision, Streamed) and n <= self.precision.plan.samples:
-            return self.mean + self.precision.first(n)
-        return self.mean + linalg.draw(self.precision, n, given.generator(generator))
+        kept = linalg.kept_draws(self.precision, n) if generator is None else None
+        return self.mean + (linalg.draw(self.precision, n, given.generator(generator)) if kept is None else kept)
 
     def covariance(self, rows: Any) -> Tensor:
         """J Σ Jᵀ for rows (n, c, p) in named_parameters() order, (n, c, c)."""
@@ -61,8 +60,7 @@ class Gaussian:
     @property
     def jitter(self) -> float:
         """What the factorizations so far had to add to the diagonal (0 unless a warning said so)."""
-        operators = getattr(self.precision, "parts", (self.precision,))
-        return max(float(getattr(op, "cache", {}).get("jitter", 0.0)) for op in operators)
+        return linalg.jitter(self.precision)
 
     @torch.inference_mode(False)
     @torch.no_grad()

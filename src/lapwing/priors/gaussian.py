@@ -66,7 +66,7 @@ class Gaussian(Prior):
 
     def operator(self) -> Diagonal:
         """A, the prior's precision."""
-        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, cache=self.cache)
+        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, grouping=self.grouping)
 
     def groups(self) -> Diagonal:
         """Which group each weight belongs to: a Diagonal of the groups' precisions λ_g alone."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue
 from lapwing.operators import Blocks, Diagonal, Kronecker, linalg
+from lapwing.operators.memo import Grouping
 from lapwing.priors.gaussian import Gaussian
 from lapwing.tree import Layout, layer_of
 
@@ -53,7 +54,7 @@ class GPrior(Gaussian):
     def at(self, curvature: Any, theta: Tensor, eps: float = torch.finfo(torch.float64).eps) -> GPrior:
         """This prior with the second moments of a curvature (an operator, at unit noise) and the trained weights."""
         unit, dropped = second_moments(curvature, self._bound(), self.floor, eps)
-        return replace(self, unit=unit, dropped=dropped, held=theta.detach().to(torch.float64), cache={})
+        return replace(self, unit=unit, dropped=dropped, held=theta.detach().to(torch.float64), grouping=Grouping())
 
     def put_back(self, theta: Tensor) -> GPrior:
         """As a file has it, at the trained weights: with the second moments that it was saved with."""
@@ -63,7 +64,7 @@ class GPrior(Gaussian):
         if unit.dtype != torch.float64 or not bool((torch.isfinite(unit) & (unit > 0)).all()):
             raise InvalidValue("the second moments of a g-prior must be positive, finite and float64")
         held, device = theta.detach().to(torch.float64), theta.device
-        return replace(self, unit=unit.to(device), dropped=dropped.to(device), held=held, cache={})
+        return replace(self, unit=unit.to(device), dropped=dropped.to(device), held=held, grouping=Grouping())
 
     def counts_dropped(self) -> dict[str, int]:
         """How many weights of each parameter are dropped; only parameters with some."""
@@ -82,7 +83,7 @@ class GPrior(Gaussian):
 
     def operator(self) -> Diagonal:
         unit, _ = self._placed()
-        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, unit, self.cache)
+        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, unit, self.grouping)
 
     def mean_vector(self) -> Tensor:
         """m, (p,); a dropped weight's is its trained value."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from lapwing.curvature import State
 from lapwing.errors import Unsupported
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Streamed, linalg
+from lapwing.operators import linalg
 from lapwing.posterior import curvature
 from lapwing.priors import Gaussian
 from lapwing.tune.bounds import Box, Tuning, box, warn_bound
@@ -34,7 +34,7 @@ def em(
     tracker: Tracker | None = None,
 ) -> tuple[Gaussian, Likelihood, Tuning]:
     """The prior and likelihood of the fixed point, at the trained weights or at the v* of a tracker."""
-    if not isinstance(curvature(state, likelihood), Streamed):
+    if not state.structure.streams:
         raise Unsupported(f"em takes traces from samples; structure '{state.structure}' has exact ones: use mackay")
     bounds = box(state, prior, likelihood, fixed)
     bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)

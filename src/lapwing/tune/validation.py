@@ -29,7 +29,7 @@ from lapwing.curvature import BUDGET, State
 from lapwing.data import passes, ranks_of
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Streamed
+from lapwing.operators import linalg
 from lapwing.posterior import condition, curvature
 from lapwing.predictive import Prediction, predict
 from lapwing.priors import Prior
@@ -129,8 +129,8 @@ def _held_out(
     ranks = ranks_of(batches)
     with torch.no_grad():
         posterior = condition(state, prior.scaled(math.exp(log_c)), likelihood)
-        if isinstance(posterior.precision, Streamed):  # a solve of all ranks; then each predicts its own held-out data
-            posterior = replace(posterior, precision=posterior.precision.gathered())
+        # where it is solved for, a solve of all ranks; then each predicts its own held-out data
+        posterior = replace(posterior, precision=linalg.gathered(posterior.precision))
         with ranks.sharing_errors("predicting the held-out data"):
             made = [
                 (predict(posterior, likelihood.plain, x, memory_budget=budget), y)
