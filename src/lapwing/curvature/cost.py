@@ -140,7 +140,7 @@ class Task:
         """Bytes of a number in the network's precision, float32 at the least."""
         return torch.empty(0, dtype=torch.promote_types(self.tangent.dtype, torch.float32)).element_size()
 
-    def covered(self) -> Task:
+    def with_parts(self) -> Task:
         """With the parts of the network, found by running it on the probe's inputs."""
         parts = cover(self.tangent, self.probe.inputs)
         with torch.no_grad():

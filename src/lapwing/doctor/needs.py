@@ -40,7 +40,7 @@ def survey(tangent: TangentModel, likelihood: Likelihood, sample: Excerpt, worki
     seen = Probe(sample.n or ASSUMED, f[0, ..., 0].numel(), f.shape[-1], tangent.layout.size, few, weights)
     factor = arguments.as_factor("auto", seen, likelihood)
     task = Task(tangent, likelihood, factor, seen, sample.first, sample.batch, working, rates, bool(sample.n))
-    return task.covered()
+    return task.with_parts()
 
 
 def under(structure: Any, task: Task) -> Task:

@@ -42,7 +42,7 @@ from lapwing.tangent import TangentModel
 QUICK = 0.2  # seconds that one kind of trial may take, about
 REPEAT = 6  # runs of a quick one
 FEW = 8  # examples of the first, smallest trial
-SIDE, ELEMENTS = 384, 50_000  # of the tensors that algebra is timed on
+SIDE, LARGE, ELEMENTS = 384, 1500, 50_000  # of the tensors that algebra is timed on
 TWIN = 10**8  # parameters of a model that may be copied
 
 
@@ -283,7 +283,7 @@ def _known(tangent: TangentModel, batch: Any) -> list[Tensor]:
 def algebra_seconds(device: torch.device) -> dict[str, float]:
     """Of the smallest pieces of matrix products and of the evidence, by the names of `Rates`."""
     double, single = (torch.ones(SIDE, SIDE, dtype=dtype, device=device) for dtype in (torch.float64, torch.float32))
-    large = torch.ones(4 * SIDE, 4 * SIDE, dtype=torch.float64, device=device)
+    large = torch.ones(LARGE, LARGE, dtype=torch.float64, device=device)
     values = torch.ones(ELEMENTS, dtype=torch.float64, device=device)
 
     def evaluate() -> None:
