@@ -14,7 +14,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import backward_rows
+from helpers import backward_rows, representatives
+
+# -- two tiers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What a product of parameters has beyond its representatives is of the full tier, unless asked for by name."""
+    if config.option.keyword or any("::" in str(one) for one in config.args):
+        return
+    products: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and len(item.callspec.params) > 1:
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for product in products.values():
+        kept = representatives([{k: id(v) for k, v in item.callspec.params.items()} for item in product])
+        for i, item in enumerate(product):
+            if i not in kept:
+                item.add_marker("full")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -67,3 +67,14 @@ def backward_rows(out: Tensor, parameters: Iterable[Tensor]) -> Tensor:
 def curvature(la: lw.Laplace) -> Tensor:
     """G (p, p) at curvature weight one."""
     return linalg.to_dense(la.state.structure.operator(la.state, torch.ones(1, dtype=torch.float64)))
+
+
+def representatives(cases: list[dict[str, int]]) -> set[int]:
+    """Which cases of a product of parameters to keep so that each value of each parameter is there: greedily, the case
+    with the most values that are still missing."""
+    missing, kept = {pair for case in cases for pair in case.items()}, set()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(missing & cases[i].items()))
+        kept.add(best)
+        missing -= cases[best].items()
+    return kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import lapwing as lw
+from helpers import representatives
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(lw.__file__).parent
@@ -55,6 +57,15 @@ def test_names_that_the_guide_gives_exist(name: str) -> None:
     found = importlib.import_module(f"lapwing.{head}")
     for part in rest:
         found = getattr(found, part)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (2, 5, 3), (4, 4, 4)])
+def test_the_quick_tier_has_every_value_of_every_parameter(sizes: tuple[int, ...]) -> None:
+    """With as few cases as the longest parameter has values."""
+    cases = [dict(enumerate(case)) for case in itertools.product(*map(range, sizes))]
+    kept = [cases[i] for i in representatives(cases)]
+    assert {pair for case in kept for pair in case.items()} == {pair for case in cases for pair in case.items()}
+    assert len(kept) == max(sizes)
 
 
 def test_the_package_says_that_it_is_typed() -> None:
