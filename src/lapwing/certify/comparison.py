@@ -30,7 +30,7 @@ from lapwing.certify.certificate import Certificate
 from lapwing.certify.leave_one_out import random_signs
 from lapwing.certify.reader import Reader
 from lapwing.certify.solves import ratio, solved
-from lapwing.curvature import Diagonal, MatrixFree, Probe, State, accumulate, probe
+from lapwing.curvature import Probe, State, accumulate, probe, references
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.layered import LayeredSum
 from lapwing.curvature.lowrank import COPIES
@@ -117,7 +117,7 @@ def _near(reader: Reader, seen: Probe, precision: Any, pulled: Tensor, budget: i
     if own <= reader.tolerance or rank < min(LEAST, seen.parameters):
         return precision
     reader.passes += 1
-    structure = MatrixFree(preconditioner="nystrom", rank=rank, memory_budget=budget)
+    structure = references.sketch(rank, budget)
     state = accumulate(structure, reader.state.tangent, reader.likelihood, reader.batches, "exact", seen=seen)
     sketch = curvature(state.structure.companion(state), reader.likelihood)
     near = linalg.shift(sketch, prior_precision(reader.prior, reader.state))
@@ -130,7 +130,7 @@ def _trace(
     """tr Ĝ / tr G: exactly where an example has no more columns than there are probes, else by signs per example."""
     state, likelihood, tangent = reader.state, reader.likelihood, reader.state.tangent
     own = float(_sum_diagonal(curvature(state, likelihood)))
-    structure = Diagonal(memory_budget=budget)
+    structure = references.trace(budget)
     if seen.outputs * seen.positions <= k if exact is None else exact:
         reader.passes += 1
         true = accumulate(structure, tangent, likelihood, reader.batches, "exact", progress=reader.progress, seen=seen)

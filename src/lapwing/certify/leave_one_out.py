@@ -125,7 +125,7 @@ class Examples:
 
 
 @dataclass
-class Draws:
+class Reservoir:
     """k examples of one pass, each drawn by sizes: when a batch of total size s comes, an example of it takes a draw's
     place with the probability s / (sizes so far). So each draw is the n-th with the probability size_n / Σ size."""
 
@@ -183,7 +183,7 @@ def sample(
 ) -> LeftOut:
     """k draws of one pass: half of them all alike, and half by sizes, where there are any."""
     own, half = ranks.own(generator), 0 if sizes is None else k // 2
-    alike, large = Draws(k - half, own), Draws(half, own)
+    alike, large = Reservoir(k - half, own), Reservoir(half, own)
     for x, y in batches:
         ones = torch.ones(len(y), dtype=torch.float64)
         by = ones if sizes is None else sizes(x, y).cpu()

@@ -34,7 +34,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal, HeldRows, Mixed, RootPlusDiagonal, linalg
 from lapwing.operators.memo import RowGrams
 from lapwing.packing import Expected
-from lapwing.solvers.nystrom import Span, from_sketch, mixed_root, span_of
+from lapwing.solvers.nystrom import Subspace, from_sketch, mixed_root, span_of
 from lapwing.splitmix import GOLDEN, mixed, unsigned_shift
 from lapwing.tangent import TangentModel
 
@@ -47,7 +47,7 @@ class SketchMemo(RowGrams):
     Gram matrices."""
 
     root: Tensor | None = None
-    span: Span | None = None
+    span: Subspace | None = None
 
 
 @register

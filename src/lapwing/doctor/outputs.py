@@ -18,7 +18,6 @@ from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
 ENOUGH = 32  # values before a range is called suspicious
-LABELED = ("categorical", "dirichlet")  # by name: one integer label a row
 
 
 def output_checks(tangent: TangentModel, f: Tensor, x: Any) -> Iterator[Finding]:

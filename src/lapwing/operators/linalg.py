@@ -117,6 +117,12 @@ def log_determinant(op: Any) -> Estimate | None:
 
 
 @functools.singledispatch
+def by_samples(op: Any) -> bool:
+    """Whether M⁻¹ is known by samples of N(0, M⁻¹) alone."""
+    return False
+
+
+@functools.singledispatch
 def kept_draws(op: Any, n: int) -> Tensor | None:
     """The first n samples of N(0, M⁻¹) that predictions are made from, (n, p); None where so many are not kept."""
     return None

@@ -290,6 +290,11 @@ linalg.log_determinant.register(Streamed, lambda op: op.log_determinant)
 linalg.gathered.register(Streamed, Streamed.gathered)
 
 
+@linalg.by_samples.register
+def _(op: Streamed) -> bool:
+    return True
+
+
 @linalg.kept_draws.register
 def _(op: Streamed, n: int) -> Tensor | None:
     return op.first(n) if n <= op.plan.samples else None

@@ -20,7 +20,7 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.memory import physical_memory
 from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue
-from lapwing.operators import Streamed, linalg
+from lapwing.operators import linalg
 from lapwing.outputs import WIDE, Draws, Normal, Outputs
 from lapwing.posterior.base import check_inputs
 from lapwing.push import At, push
@@ -78,7 +78,7 @@ class Gaussian:
         ranks = getattr(self.precision, "ranks", ALONE)
         with ranks.sharing_errors("reading the inputs"):
             check_inputs(x)
-        if not joint and not isinstance(self.precision, Streamed) and _too_many(self.tangent, x):
+        if not joint and not linalg.by_samples(self.precision) and _too_many(self.tangent, x):
             out: Outputs = self._drawn(x, samples, generator)
         else:
             out = push(self.precision, At(self.tangent, x, joint, budget, self.parts))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Any, ClassVar
 
 import torch
@@ -104,22 +105,26 @@ class GPrior(Gaussian):
         return 0.5 * (live * (self.operator().dense() / (2 * math.pi)).log()).sum() - self.price(self.vector(weights))
 
 
+@singledispatch
 def second_moments(op: Any, layout: Layout, floor: float, eps: float) -> tuple[Tensor, Tensor]:
     """h (p,) of a curvature, floored or raised where dead, and which weights are dropped."""
-    if isinstance(op, Blocks):
-        moments = [linalg.diagonal(part).detach() for part in op.parts]
-        top = max((float(h.max()) for h in moments), default=0.0)
-        found = [
-            _none(h, top) if _is_rounding(h, top) else _of_block(part, floor, eps)
-            for part, h in zip(op.parts, moments, strict=True)
-        ]
-        return op.join([h for h, _ in found]), op.join([dead for _, dead in found])
     h, dead = linalg.diagonal(op).detach().clone(), torch.zeros(op.size, dtype=torch.bool)
     dead, top = dead.to(h.device), float(h.max())
     for columns in _layers(layout):
         own = h[columns]
         h[columns], dead[columns] = _none(own, top) if _is_rounding(own, top) else _raised(own, floor, eps)
     return h, dead
+
+
+@second_moments.register
+def _(op: Blocks, layout: Layout, floor: float, eps: float) -> tuple[Tensor, Tensor]:
+    moments = [linalg.diagonal(part).detach() for part in op.parts]
+    top = max((float(h.max()) for h in moments), default=0.0)
+    found = [
+        _none(h, top) if _is_rounding(h, top) else _of_block(part, floor, eps)
+        for part, h in zip(op.parts, moments, strict=True)
+    ]
+    return op.join([h for h, _ in found]), op.join([dead for _, dead in found])
 
 
 def _is_rounding(h: Tensor, top: float) -> bool:
@@ -132,9 +137,13 @@ def _none(h: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return torch.full_like(h, DROPPED * top), torch.ones_like(h, dtype=torch.bool)
 
 
+@singledispatch
 def _of_block(op: Any, floor: float, eps: float) -> tuple[Tensor, Tensor]:
-    if not isinstance(op, Kronecker):
-        return _raised(linalg.diagonal(op).detach(), floor, eps)
+    return _raised(linalg.diagonal(op).detach(), floor, eps)
+
+
+@_of_block.register
+def _(op: Kronecker, floor: float, eps: float) -> tuple[Tensor, Tensor]:
     e, dead_e = _raised(op.input_squares.detach(), floor, eps)  # (b, i)
     u, dead_u = _raised(op.b.detach().diagonal(dim1=-2, dim2=-1), floor, eps)  # (b, o)
     h = op.factor.detach() * u.unsqueeze(-1) * e.unsqueeze(-2)

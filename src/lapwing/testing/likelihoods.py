@@ -45,7 +45,7 @@ def check_likelihood(
 
     f = inside(normal(seed, ROWS, outputs))
     y = (targets or likelihood.sample)(f, seeded(seed + 100))
-    case = Case(likelihood, f, y, log_prob or own, values, canonical, seed)
+    case = LikelihoodCase(likelihood, f, y, log_prob or own, values, canonical, seed)
     with Laws(type(likelihood).__name__) as law:
         _density(law, case)
         _slope(law, case)
@@ -59,7 +59,7 @@ def check_likelihood(
 
 
 @dataclass(frozen=True)
-class Case:
+class LikelihoodCase:
     """A likelihood at rows f (n, c) and y, with what is believed of it."""
 
     likelihood: Likelihood
@@ -82,7 +82,7 @@ class Case:
         return -torch.einsum("v,vab->ab", p, vmap(hessian(self.log_prob), in_dims=(None, 0))(f, y))
 
 
-def _density(law: Laws, case: Case) -> None:
+def _density(law: Laws, case: LikelihoodCase) -> None:
     likelihood, f, y = case.likelihood, case.f, case.y
     with law("validate takes what it samples"):
         likelihood.validate(f, y)
@@ -100,7 +100,7 @@ def _density(law: Laws, case: Case) -> None:
         close(found, vmap(hessian(case.log_prob))(f, y))
 
 
-def _slope(law: Laws, case: Case) -> None:
+def _slope(law: Laws, case: LikelihoodCase) -> None:
     likelihood, f, y = case.likelihood, case.f, case.y
     exact = vmap(grad(case.log_prob))(f, y)
     with law("gradient is ∂ log p / ∂f"):
@@ -110,7 +110,7 @@ def _slope(law: Laws, case: Case) -> None:
             close(likelihood.score(f, y) * likelihood.curvature_weights().expand(f.shape[-1]), exact)
 
 
-def _curvature(law: Laws, case: Case) -> None:
+def _curvature(law: Laws, case: LikelihoodCase) -> None:
     likelihood, f, y = case.likelihood, case.f, case.y
     expected, root = case.expected(), likelihood.scaled_root(f, y)
     if expected is None:
@@ -130,7 +130,7 @@ def _curvature(law: Laws, case: Case) -> None:
         within(torch.einsum("kna,knb->knab", e, e), expected)
 
 
-def _sums(law: Laws, case: Case) -> None:
+def _sums(law: Laws, case: LikelihoodCase) -> None:
     likelihood, f, y = case.likelihood, case.f, case.y
     parts = [likelihood.statistics(f[i], y[i]) for i in (slice(0, 2), slice(2, None))]
     sums = {key: parts[0][key] + parts[1][key] for key in parts[0]}
@@ -143,7 +143,7 @@ def _sums(law: Laws, case: Case) -> None:
             close(value, likelihood.hyperparameters[name])
 
 
-def _sampled_factor(law: Laws, case: Case) -> None:
+def _sampled_factor(law: Laws, case: LikelihoodCase) -> None:
     likelihood, generator = case.likelihood, seeded(case.seed + 3)
     if "monte_carlo" not in likelihood.factors:
         return
@@ -154,7 +154,7 @@ def _sampled_factor(law: Laws, case: Case) -> None:
         within(likelihood.curvature_weights("monte_carlo") * S @ S.mT, root @ root.mT)
 
 
-def _draws(law: Laws, case: Case) -> None:
+def _draws(law: Laws, case: LikelihoodCase) -> None:
     likelihood, f = case.likelihood, case.f
     many = f.expand(DRAWS, *f.shape)
     with law("draws come from their generator alone"):
@@ -171,7 +171,7 @@ def _draws(law: Laws, case: Case) -> None:
         within(torch.einsum("kna,knb->knab", score, score), root @ root.mT)
 
 
-def _every(law: Laws, case: Case) -> None:
+def _every(law: Laws, case: LikelihoodCase) -> None:
     """What draws say on average, over every y."""
     likelihood = case.likelihood
     assert case.values is not None

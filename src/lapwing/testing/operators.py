@@ -33,7 +33,7 @@ def check_operator(
     dense = linalg.to_dense(copy.deepcopy(op)) if dense is None else dense
     if unknown := set(shifts) - set(KINDS):
         raise InvalidValue(f"shifts are of {KINDS}, got {sorted(unknown)}")
-    case = Case(op, dense, torch.arange(len(dense)) * 3 % 4 % 3 if groups is None else groups, seed)
+    case = OperatorCase(op, dense, torch.arange(len(dense)) * 3 % 4 % 3 if groups is None else groups, seed)
     with Laws(type(op).__name__) as law:
         _alone(law, case)
         for kind in shifts:
@@ -49,7 +49,7 @@ def check_operator(
 
 
 @dataclass(frozen=True)
-class Case:
+class OperatorCase:
     """H as it came and densely, (p, p), the groups (p,), and where numbers come from."""
 
     original: Any
@@ -82,7 +82,7 @@ def spread(d: Diagonal) -> Tensor:
     return (d.values.expand(d.size) if d.index is None else d.values[d.index]).diag()
 
 
-def _refused(case: Case, kind: str) -> None:
+def _refused(case: OperatorCase, kind: str) -> None:
     try:
         linalg.logdet(linalg.shift(case.op, case.diagonal(kind)))
     except Unsupported:
@@ -90,7 +90,7 @@ def _refused(case: Case, kind: str) -> None:
     raise AssertionError("no Unsupported was raised")
 
 
-def _alone(law: Laws, case: Case) -> None:
+def _alone(law: Laws, case: OperatorCase) -> None:
     op, dense, v = case.op, case.dense, normal(case.seed, 2, len(case.dense))
     with law("M is symmetric"):
         close(dense, dense.mT)
@@ -102,7 +102,7 @@ def _alone(law: Laws, case: Case) -> None:
         close(linalg.diagonal(op), dense.diagonal())
 
 
-def _products(law: Laws, at: str, moved: tuple[Any, Tensor], case: Case) -> None:
+def _products(law: Laws, at: str, moved: tuple[Any, Tensor], case: OperatorCase) -> None:
     (op, dense), p = moved, len(case.dense)
     with law("to_dense is M", at):
         close(linalg.to_dense(op), dense)
@@ -126,7 +126,7 @@ def _products(law: Laws, at: str, moved: tuple[Any, Tensor], case: Case) -> None
         close(linalg.to_dense(op), dense)
 
 
-def _inverses(law: Laws, at: str, moved: tuple[Any, Tensor], case: Case) -> None:
+def _inverses(law: Laws, at: str, moved: tuple[Any, Tensor], case: OperatorCase) -> None:
     (op, dense), p = moved, len(case.dense)
     inverse = torch.linalg.inv(dense)
     with law("solve is M⁻¹ b for any batch shape", at):
@@ -144,7 +144,7 @@ def _inverses(law: Laws, at: str, moved: tuple[Any, Tensor], case: Case) -> None
             close(linalg.covariance(op, x), x @ inverse @ x.mT)
 
 
-def _draws(law: Laws, at: str, moved: tuple[Any, Tensor], case: Case) -> None:
+def _draws(law: Laws, at: str, moved: tuple[Any, Tensor], case: OperatorCase) -> None:
     (op, dense), n, p = moved, DRAWS, len(case.dense)
     with law("draws come from their generator alone", at):
         same_stream(lambda generator: linalg.draw(op, 3, generator))
@@ -161,7 +161,7 @@ def _draws(law: Laws, at: str, moved: tuple[Any, Tensor], case: Case) -> None:
             assert float(away.abs().max()) < Z, f"{float(away.abs().max()):.3g} standard errors away; {Z:g} are allowed"
 
 
-def _logdet(law: Laws, at: str, moved: tuple[Any, Tensor], case: Case) -> None:
+def _logdet(law: Laws, at: str, moved: tuple[Any, Tensor], case: OperatorCase) -> None:
     op, dense = moved
     with law("logdet is log|M|, before and after another verb", at):
         close(linalg.logdet(copy.deepcopy(op)), torch.logdet(dense))
@@ -169,7 +169,7 @@ def _logdet(law: Laws, at: str, moved: tuple[Any, Tensor], case: Case) -> None:
         close(linalg.logdet(op), torch.logdet(dense))
 
 
-def _gradients(law: Laws, kind: str, case: Case) -> None:
+def _gradients(law: Laws, kind: str, case: OperatorCase) -> None:
     d, at, dense = case.diagonal(kind), f"a shift of kind {kind!r}", case.dense
     s, values = torch.tensor(0.8, dtype=torch.float64, requires_grad=True), d.values.clone().requires_grad_()
     op = case.op
@@ -204,7 +204,7 @@ def _gradients(law: Laws, kind: str, case: Case) -> None:
         close(slope, weights @ torch.linalg.inv(0.8 * dense + spread(d)))
 
 
-def _sharing(law: Laws, shifts: tuple[str, ...], case: Case) -> None:
+def _sharing(law: Laws, shifts: tuple[str, ...], case: OperatorCase) -> None:
     """Every verb of H + d for one d after the other, over one H."""
     shared, dense, p = case.op, case.dense, len(case.dense)
     x, shifted = normal(1, 2, 3, p), [case.diagonal(kind, i) for i, kind in enumerate(shifts * 2)]
