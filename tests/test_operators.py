@@ -39,9 +39,6 @@ from lapwing.operators.root import Pair
 
 KINDS = ("uniform", "grouped", "element")
 SEEDS = (0, 1)
-SCALES = (None, 0.3)
-BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3))
-Z = 5.0  # standard errors: a false alarm once in a million
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
