@@ -162,7 +162,7 @@ class Likelihood:
         """What is odd about valid targets, all of them in one vector (m,); "" where nothing is."""
         return ""
 
-    def constant(self, y: Tensor) -> Tensor | None:
+    def constant(self, y: Tensor, outputs: int) -> Tensor | None:
         """The outputs (c,) that fit targets y of m rows best if all have the same; None where that is not known."""
         return None
 

@@ -53,8 +53,8 @@ class Categorical(Likelihood):
         odd = high < outputs - 1 and len(y) >= MANY_LABELS * outputs
         return f"labels run to {high} in {len(y):,} examples, but there are {outputs} outputs" if odd else ""
 
-    def constant(self, y: Tensor) -> Tensor | None:
-        return (torch.bincount(y.long()).double() / len(y)).log()
+    def constant(self, y: Tensor, outputs: int) -> Tensor | None:
+        return (torch.bincount(y.long(), minlength=outputs).double() / len(y)).log()
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         rows, labels = f.reshape(-1, f.shape[-1]), y.long().reshape(-1)
