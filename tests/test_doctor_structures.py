@@ -108,7 +108,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Isotropic:
+class Isotropic(lw.curvature.Structure):
     """G ≈ (tr G / P) I; it says nothing of what it takes."""
 
     def __str__(self) -> str:

@@ -260,7 +260,7 @@ def test_the_evidence_picks_the_best_prior_of_the_regression() -> None:
 def test_predictions_are_those_of_categorical_for_the_same_outputs(link: str, joint: bool) -> None:
     net, x, y = network(3), inputs(7, 3), labels(7, 3)
     pred = lw.laplace(net, (x, y), "dirichlet", structure="kron").predict(x, link=link, joint=joint)
-    same = Prediction(Categorical(), pred.f_mean, pred.cov, link, joint)
+    same = Prediction(Categorical(), pred.outputs, link)
     for name in ("mean", "probs", "std", "epistemic", "aleatoric", "entropy", "expected_entropy", "mutual_information"):
         close(getattr(pred, name), getattr(same, name))
     close(pred.log_prob(y), same.log_prob(y))
@@ -277,7 +277,7 @@ def test_binary_predictions_are_those_of_bernoulli_for_the_same_outputs() -> Non
     la = lw.laplace(net, (x, y), "dirichlet_bernoulli", structure="kron", prior=0.1)
     for link in ("auto", "monte_carlo"):
         pred = la.predict(x, link=link)
-        same = Prediction(Bernoulli(), pred.f_mean, pred.cov, link)
+        same = Prediction(Bernoulli(), pred.outputs, link)
         for name in ("probs", "entropy", "mutual_information", "epistemic"):
             close(getattr(pred, name), getattr(same, name))
         close(pred.log_prob(y), same.log_prob(y))
@@ -296,7 +296,7 @@ def test_a_prediction_scores_labels_and_not_their_observations(link: str) -> Non
     close(total, torch.ones(20, dtype=torch.float64), 1e-6)
     close(pred.log_prob(y), pred.probs.gather(-1, y[:, None]).squeeze(-1).log(), 1e-6)
     la = lw.laplace(net, (x, y), "dirichlet", structure="full")
-    close(lw.predict(la.tangent, la.posterior, la.likelihood, x, link).log_prob(y), pred.log_prob(y))
+    close(lw.predict(la.posterior, la.likelihood, x, link).log_prob(y), pred.log_prob(y))
     drawn = torch.softmax(pred.f_sample(20_000, seeded(0)), -1)
     assert float((pred.probs - drawn.mean(0)).abs().max()) < 0.05
 
@@ -315,7 +315,7 @@ def test_the_fit_of_own_data_is_that_of_labels(draws: bool) -> None:
         (Ignoring(Dirichlet()), holes, (holes >= 0).double()),
     ):
         la = lw.laplace(net, (x, targets), likelihood, structure=structure)
-        _, plain = training_nll(la.tangent, la.posterior, la.likelihood, [(x, targets)], 2**30)
+        _, plain = training_nll(la.posterior, la.likelihood, [(x, targets)], 2**30)
         log_p = torch.log_softmax(net(x).detach(), -1)
         t = targets if targets.shape == (12, 3) else one_hot(y, 3)
         assert plain == pytest.approx(float(-(each * (t * log_p).sum(-1)).mean()), rel=1e-6)

@@ -355,7 +355,7 @@ def test_predictive_variances_agree_with_full_within_their_bars(name: str) -> No
     x = PROBLEMS[name](2)[1][:5]
     mine, exact = la.predict(x), full.predict(x)
     torch.testing.assert_close(mine.f_mean, exact.f_mean)
-    assert mine.samples == SAMPLES[name]
+    assert mine.outputs.samples == SAMPLES[name]
     away = (mine.f_var - exact.f_var) / mine.f_var_standard_error
     assert float(away.abs().max()) < 5
     assert not exact.f_var_standard_error.any()

@@ -233,7 +233,7 @@ class TraceSum:
 
 @lw.curvature.register
 @dataclass(frozen=True)
-class Isotropic:
+class Isotropic(lw.curvature.Structure):
     """G ≈ (tr G / P) I."""
 
     bug: str = ""
