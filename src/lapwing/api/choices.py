@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from lapwing.errors import InvalidValue
 
+CENTERS = ("tangent", "map", "process")
+MEANS = ("network", "tangent", "process", "mixture")
+
 
 def checked_center(center: str) -> str:
     """A center by its name."""
-    if center not in ("tangent", "map"):
-        raise InvalidValue(f"center must be 'tangent' or 'map' (the trained weights), got {center!r}")
+    if center not in CENTERS:
+        raise InvalidValue(
+            f"center must be 'tangent', 'map' (the trained weights) or 'process' (about a constant), got {center!r}"
+        )
     return center
 
 
 def checked_mean(mean: str) -> str:
     """A predictive mean by its name."""
-    if mean not in ("network", "tangent"):
-        raise InvalidValue(f"mean must be 'network' or 'tangent', got {mean!r}")
+    if mean not in MEANS:
+        raise InvalidValue(f"mean must be one of {MEANS}, got {mean!r}")
     return mean

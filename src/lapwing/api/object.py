@@ -18,16 +18,20 @@ from lapwing import io, likelihoods, priors
 from lapwing.api import other_data, tuning, words
 from lapwing.api.choices import checked_center, checked_mean
 from lapwing.arguments import as_likelihood, as_prior, as_shard
-from lapwing.center import Center, Jacobian, check_gaussian, read, tangent_map
+from lapwing.center import Center, Jacobian, about_constant, check_gaussian, read, tangent_map
 from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, State
 from lapwing.curvature.data_root import source
 from lapwing.data import ranks_of
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
+from lapwing.leave_one_out import LeaveOneOut, leave_one_out
 from lapwing.operators import Samples
+from lapwing.outputs import Blend
 from lapwing.posterior import Gaussian, condition, placed
+from lapwing.posterior.mixture import log_weights
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
+from lapwing.predictive.about import about
 from lapwing.predictive.own_data import training_nll, warn_unfit
 from lapwing.shell import Shell
 from lapwing.tangent import TangentModel
@@ -67,8 +71,8 @@ class Laplace(Shell):
 
     @cached_property
     def posterior(self) -> Gaussian:
-        """N(v̄, (G + A)⁻¹) over the weights, v̄ the trained weights or the tangent MAP, as `center` says."""
-        return self.spread if self.center == "map" else replace(self.spread, mean=self.tangent_map.vector)
+        """N(v̄, (G + A)⁻¹) over the weights, v̄ the tangent MAP if the center is that, else the trained weights."""
+        return replace(self.spread, mean=self.tangent_map.vector) if self.center == "tangent" else self.spread
 
     @cached_property
     def spread(self) -> Gaussian:
@@ -80,7 +84,14 @@ class Laplace(Shell):
     @cached_property
     def tangent_map(self) -> Center:
         """v* under this prior and noise, and how it was found; solved for on the data of the fit unless stored."""
-        return self.at if self.at is not None else self._tangent_map(self.prior, self.likelihood)
+        known = self.at is not None and self.center == "tangent"
+        return self.at if known and self.at is not None else self._found("tangent")
+
+    @cached_property
+    def process_map(self) -> Center:
+        """That of the process about a constant, c + J v."""
+        known = self.at is not None and self.center == "process"
+        return self.at if known and self.at is not None else self._found("process")
 
     @property
     def coverage(self) -> dict[str, str]:
@@ -113,10 +124,12 @@ class Laplace(Shell):
     def decompose(self, center: str | None = None, prior: Any = None, likelihood: Any = None) -> Evidence:
         """The log evidence by its terms, fit − quadratic − occam, and whether it bounds the full curvature's."""
         new = (self._prior(prior), self._likelihood(likelihood))
-        if checked_center(center or self.center) == "map":
+        where = checked_center(center or self.center)
+        if where == "map":
             return decompose(self.state, *new)
-        same = prior is None and likelihood is None
-        return decompose(self.state, *new, self.tangent_map if same else self._tangent_map(*new))
+        if prior is not None or likelihood is not None:
+            return decompose(self.state, *new, self._found(where, *new))
+        return decompose(self.state, *new, self.tangent_map if where == "tangent" else self.process_map)
 
     @torch.inference_mode(False)
     def effective_dimension(self) -> Tensor:
@@ -159,11 +172,12 @@ class Laplace(Shell):
         return replace(self, state=self.state.structure.gathered(self.state, self.spread.precision))
 
     @torch.inference_mode(False)
-    def recentered(self, data: Any = None) -> Laplace:
-        """The same prior and noise, centered at the tangent MAP v*: the evidence, and draws, are taken there."""
+    def recentered(self, data: Any = None, center: str = "tangent") -> Laplace:
+        """The same prior and noise, centered at the tangent MAP v*: the evidence, and draws, are taken there. Or at the
+        mode of the process about a constant, center="process"."""
         batches = self.read_again(data, "recentered()")
-        center = self._tangent_map(self.prior, self.likelihood, batches)
-        return replace(self, center="tangent", at=center, data=batches)
+        found = self._found(checked_center(center), self.prior, self.likelihood, batches)
+        return replace(self, center=center, at=found, data=batches)
 
     @torch.inference_mode(False)
     def updated(self, more_data: Any, *, generator: torch.Generator | None = None, progress: bool = False) -> Laplace:
@@ -199,26 +213,25 @@ class Laplace(Shell):
         x: inputs as in the data; targets that a mapping holds under "labels" are left out.
         link: "auto", "probit", "probit_centered", "bridge" or "monte_carlo", for classes.
         joint: the covariance over all inputs together.
-        mean: "network", or "tangent" for h(x, v̄); the same while the center is the trained weights.
+        mean: "network"; "tangent" for h(x, v̄), the same while the center is the trained weights; "process" for c + J v,
+        the mean of a Gaussian process with the tangent kernel and a constant prior mean, solved for on the data of the
+        fit where it is not known; "mixture" of the network's and the process's, in equal parts.
         via: "tangent", or "network" to draw `samples` weights about the trained ones and run the network itself: that
         underfits.
         """
-        if checked_mean(mean) == "tangent" and via == "network":
-            raise InvalidValue("via='network' has a mean of its own, that of its runs; drop mean='tangent'")
-        moved = mean == "tangent" and self.center == "tangent"
+        if checked_mean(mean) != "network" and via == "network":
+            raise InvalidValue(f"via='network' has a mean of its own, that of its runs; drop mean={mean!r}")
         warn_unfit(self._training_nll, stacklevel=2)
-        inputs = self.inputs(x)
-        return predict(
-            self.spread,
-            self.likelihood.plain,
-            inputs,
-            link,
-            center=self.tangent_map.vector if moved else None,
-            joint=joint,
-            via=via,
-            samples=samples,
-            generator=generator,
-        )
+        inputs, likelihood = self.inputs(x), self.likelihood.plain
+        if mean == "network" or (mean == "tangent" and self.center == "map"):
+            return predict(
+                self.spread, likelihood, inputs, link, joint=joint, via=via, samples=samples, generator=generator
+            )
+        made = self.spread.outputs(inputs, joint, samples=samples, generator=generator)
+        own = about(made, self.tangent, inputs, self.tangent_map if mean == "tangent" else self.process_map)
+        if mean == "mixture":
+            own = Blend((made, own), log_weights("uniform", 2))
+        return Prediction(likelihood, own, link)
 
     @cached_property
     def _training_nll(self) -> tuple[float, ...]:
@@ -280,6 +293,17 @@ class Laplace(Shell):
             memory_budget=self.memory_budget,
         )
 
+    @torch.inference_mode(False)
+    def leave_one_out(self, mean: str = "process", data: Any = None) -> LeaveOneOut:
+        """Each training example by a posterior of all the others, in closed form: means, covariances and log scores.
+        Exact for structure="full" of the model that `mean` names, "process" or "tangent"; for "network" one Newton step
+        from its outputs. It is optimistic: the features have seen the labels. See `docs/guide/evidence.md`."""
+        batches = self.read_again(data, "leave_one_out")
+        if checked_mean(mean) == "mixture":
+            raise InvalidValue("a mixture's members are left out one by one: ask for 'network' and for 'process'")
+        center = None if mean == "network" else self.process_map if mean == "process" else self.tangent_map
+        return leave_one_out(self.spread, self.likelihood, batches, center)
+
     @property
     def solve(self) -> Samples:
         """matrix_free: the samples of the posterior (over a process group, this rank's) and how they were solved for,
@@ -292,7 +316,8 @@ class Laplace(Shell):
         """What goes into a file: tensors and a header, which are seen to be such as could be read again."""
         tensors, header = io.pack_state(self.state)
         more, objects = io.pack_objects(self.prior, self.likelihood, self.tuning)
-        found, center = io.pack_center(self.tangent_map if self.center == "tangent" else None)
+        held = None if self.center == "map" else self.tangent_map if self.center == "tangent" else self.process_map
+        found, center = io.pack_center(held)
         if self.streams:
             samples, solved = io.pack_samples(self.spread.precision)
             found, center = found | samples, center | solved
@@ -332,12 +357,15 @@ class Laplace(Shell):
         return found
 
     @torch.inference_mode(False)
-    def _tangent_map(self, prior: Any, likelihood: Any, batches: Any = None) -> Center:
-        """v* for a prior and noise, started from that of this object where it is known."""
-        check_gaussian(prior)
+    def _found(self, center: str, prior: Any = None, likelihood: Any = None, batches: Any = None) -> Center:
+        """v* of the tangent model or of the process, started from that of this object where it is known."""
+        prior, likelihood = check_gaussian(self.prior if prior is None else prior), likelihood or self.likelihood
         if batches is None:
             batches = self.read_again(None, "a tangent center for another prior or noise", " to recentered()")
-        return tangent_map(self.center_state, prior, likelihood, self.jacobian(batches), self.at).alone()
+        jacobian = self.jacobian(batches)
+        jacobian = about_constant(jacobian, likelihood) if center == "process" else jacobian
+        start = self.at if self.center == center else None
+        return tangent_map(self.center_state, prior, likelihood, jacobian, start).alone()
 
     @property
     def streams(self) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lapwing import tune
 from lapwing.api.choices import checked_center, checked_mean
 from lapwing.arguments import as_shard
-from lapwing.center import check_gaussian
+from lapwing.center import about_constant, check_gaussian
 from lapwing.data import ranks_of
 from lapwing.errors import InvalidValue
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, center: str, mean: str) -> Laplace:
     """As `Laplace.tuned` says."""
-    if checked_mean(mean) == "tangent" and (method == "validation" or checked_center(center) == "map"):
-        raise InvalidValue("mean='tangent' belongs to the evidence at center='tangent', which learns v* too")
+    if checked_mean(mean) != "network" and (method == "validation" or checked_center(center) == "map"):
+        raise InvalidValue(f"mean={mean!r} belongs to the evidence at center='tangent' or 'process', which learn v*")
     if la.streams and data is not None and method != "validation":
         return la.attached(data).tuned(method, fixed, None, center, mean)
     if method == "validation":
@@ -27,7 +27,7 @@ def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, ce
     methods: dict[str, Any] = {"evidence": tune.evidence, "mackay": tune.mackay}
     if la.streams:  # traces by samples
         methods, method = {"em": tune.em}, method or "em"
-    method = method or ("mackay" if checked_center(center) == "tangent" else "evidence")
+    method = method or ("evidence" if checked_center(center) == "map" else "mackay")
     if method not in methods:
         raise InvalidValue(f"method must be one of {[*methods, 'validation']}, got {method!r}")
     fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
@@ -41,15 +41,17 @@ def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, ce
             la, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0
         ).compared()
     check_gaussian(la.prior)
-    batches = la.read_again(data, "tuned(center='tangent')", "; center='map' reads none")
-    tracker = tune.Tracker(la.center_state, la.jacobian(batches), mean)
+    batches = la.read_again(data, f"tuned(center={center!r})", "; center='map' reads none")
+    jacobian = la.jacobian(batches)
+    jacobian = about_constant(jacobian, la.likelihood) if center == "process" else jacobian
+    tracker = tune.Tracker(la.center_state, jacobian, mean)
     prior, likelihood, tuning = methods[method](*start, tracker=tracker)
     return replace(
         la,
         prior=prior,
         likelihood=likelihood,
         tuning=tuning,
-        center="tangent",
+        center=center,
         at=tracker.found(),
         data=batches,
         temperature=1.0,

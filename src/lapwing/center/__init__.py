@@ -7,9 +7,11 @@ depend on the scale of its weights, but the prior does, and θ* is no mode at al
 
     read          the data, once: a `Jacobian`
     tangent_map   the search for v*: a `Center`, which is v* and how it was found
+    about_constant   the same for a process with a constant prior mean, c + J v (`process.py`)
 """
 
 from lapwing.center.jacobian import Jacobian, read
+from lapwing.center.process import about_constant
 from lapwing.center.search import Center, check_gaussian, stretched, tangent_map
 
-__all__ = ["Center", "Jacobian", "check_gaussian", "read", "stretched", "tangent_map"]
+__all__ = ["Center", "Jacobian", "about_constant", "check_gaussian", "read", "stretched", "tangent_map"]

@@ -41,6 +41,7 @@ class Jacobian:
     y: Tensor
     shapes: tuple[torch.Size, ...]  # of the outputs of each batch
     rows: Tensor | None  # (m·c, p), float64
+    constant: Tensor | None = None  # c (c,), where f is that of a process with a constant prior mean (`process.py`)
     counter: Counter[str] = field(default_factory=Counter)  # of passes so far; it counts as the data are read
 
     @property

@@ -12,15 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from lapwing.center.jacobian import Jacobian
 from lapwing.errors import Unsupported
 from lapwing.likelihoods import Likelihood
 
 
-def about_constant(jacobian: Jacobian, likelihood: Likelihood) -> tuple[Jacobian, Tensor]:
-    """J over the data with the outputs of the process at θ*, and its constants c (c,), float64."""
+def about_constant(jacobian: Jacobian, likelihood: Likelihood) -> Jacobian:
+    """J over the data with the outputs of the process at θ*."""
     y = torch.cat(jacobian.ranks.joined([jacobian.y], "the targets"))
     c = likelihood.constant(y, jacobian.f.shape[-1])
     if c is None or not bool(torch.isfinite(c).all()):
@@ -29,4 +28,4 @@ def about_constant(jacobian: Jacobian, likelihood: Likelihood) -> tuple[Jacobian
             "use center='tangent'"
         )
     c = c.to(jacobian.f)
-    return replace(jacobian, f=c + jacobian.push(jacobian.tangent.theta.to(torch.float64))), c
+    return replace(jacobian, f=c + jacobian.push(jacobian.tangent.theta.to(torch.float64)), constant=c)

@@ -49,6 +49,7 @@ class Center:
     stretch: float = 1.0  # of Ĝ in P, by which it fits the curvature at v* rather than at the network's outputs
     space: Space | None = field(default=None, repr=False)  # to search again for other hyperparameters; not saved
     rounding: float = 0.0  # what rounding of the outputs leaves of the residual
+    constant: Tensor | None = None  # c (c,), where h is c + J v, a process with a constant prior mean
 
     def alone(self) -> Center:
         """Without what belongs to one reading of the data."""
@@ -128,7 +129,9 @@ def tangent_map(
         )
     statistics = jacobian.statistics(likelihood, z, state)
     passes = jacobian.passes - passes_before
-    return Center(v, statistics, step, residual, passes, z, pulled, density.weights, stretch, space, rounding)
+    return Center(
+        v, statistics, step, residual, passes, z, pulled, density.weights, stretch, space, rounding, jacobian.constant
+    )
 
 
 def stretched(operator: Any, stretch: float) -> Any:

@@ -162,7 +162,7 @@ def _constant_fit(likelihood: Likelihood, sample: Excerpt) -> float | None:
     """The mean log-likelihood, an example, of the best prediction that ignores the input."""
     n = sum(len(y) for _, y in sample.spread)
     y = torch.cat([y.reshape(-1, *y.shape[y.ndim - likelihood.event_of(y) :]) for _, y in sample.spread])
-    f = likelihood.constant(y, 0) if n >= ENOUGH else None
+    f = likelihood.constant(y) if n >= ENOUGH else None
     if f is None:
         return None
     y = y.double() if y.is_floating_point() else y

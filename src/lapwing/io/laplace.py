@@ -91,7 +91,8 @@ class Saved:
         if self.at is None:
             return None
         statistics = {key: value.to(device) for key, value in self.at.statistics.items()}
-        return replace(self.at, vector=self.at.vector.to(device), statistics=statistics)
+        constant = None if self.at.constant is None else self.at.constant.to(device)
+        return replace(self.at, vector=self.at.vector.to(device), statistics=statistics, constant=constant)
 
     def remind(self, precision: Streamed) -> None:
         """Give a streamed precision what was saved of it."""
@@ -153,6 +154,7 @@ def pack_center(center: Center | None) -> tuple[dict[str, Tensor], dict[str, Any
     if center is None:
         return {}, {"tangent_map": None}
     tensors = {"center.vector": center.vector}
+    tensors |= {} if center.constant is None else {"center.constant": center.constant}
     tensors |= {f"center.statistics.{k}": v for k, v in center.statistics.items()}
     return tensors, {"tangent_map": pack_plain(center, CENTER)}
 
@@ -198,7 +200,7 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     with sound("its tuning"):
         tuning = None if tuning is None else Tuning(**unpack_plain(Tuning, tuning, "its tuning"))
     center, at = entries.take("center", "str"), _center(entries, held, layout, likelihood, state["n"])
-    if center != ("map" if at is None else "tangent"):
+    if center != ("map" if at is None else "tangent" if at.constant is None else "process"):
         raise BrokenFile(f"it is centered at {center!r}, and {'has no' if at is None else 'has a'} tangent center")
     saved = Saved(
         layout,
@@ -353,7 +355,10 @@ def _center(entries: Entries, held: Tensors, layout: Layout, likelihood: Likelih
         return None
     found = unpack_plain(Center, kept, "its tangent center", CENTER)
     vector = held.finite("center.vector", (layout.size,), torch.float64)
-    return Center(vector, _statistics(held, "center.statistics.", likelihood, n), **found)
+    constant = held.finite("center.constant", dtype=torch.float64) if "center.constant" in held.left else None
+    if constant is not None and constant.ndim != 1:
+        raise BrokenFile(f"its process has constants of shape {tuple(constant.shape)}")
+    return Center(vector, _statistics(held, "center.statistics.", likelihood, n), **found, constant=constant)
 
 
 def _samples(

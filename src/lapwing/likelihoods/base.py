@@ -162,8 +162,9 @@ class Likelihood:
         """What is odd about valid targets, all of them in one vector (m,); "" where nothing is."""
         return ""
 
-    def constant(self, y: Tensor, outputs: int) -> Tensor | None:
-        """The outputs (c,) that fit targets y of m rows best if all have the same; None where that is not known."""
+    def constant(self, y: Tensor, outputs: int = 0) -> Tensor | None:
+        """The outputs (c,) that fit targets y of m rows best if all have the same; None where that is not known.
+        outputs: c, where labels that are not among y must count too."""
         return None
 
     # -- moments of y given f, for predictions ---------------------------------------------------------------------

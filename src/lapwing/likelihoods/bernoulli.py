@@ -29,7 +29,7 @@ class Bernoulli(Likelihood):
         if not bool(((y == 0) | (y == 1)).all()):
             raise InvalidValue("bernoulli targets must be 0 or 1 (bool, integer or float)")
 
-    def constant(self, y: Tensor, outputs: int) -> Tensor:
+    def constant(self, y: Tensor, outputs: int = 0) -> Tensor:
         return torch.logit(y.double().mean(0).clamp(1e-6, 1 - 1e-6))
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Categorical(Likelihood):
         odd = high < outputs - 1 and len(y) >= MANY_LABELS * outputs
         return f"labels run to {high} in {len(y):,} examples, but there are {outputs} outputs" if odd else ""
 
-    def constant(self, y: Tensor, outputs: int) -> Tensor | None:
+    def constant(self, y: Tensor, outputs: int = 0) -> Tensor | None:
         return (torch.bincount(y.long(), minlength=outputs).double() / len(y)).log()
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:

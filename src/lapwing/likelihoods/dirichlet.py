@@ -63,7 +63,7 @@ class ObservedLogits(Likelihood):
     def plain(self) -> Likelihood:
         return self.predictive
 
-    def constant(self, y: Tensor, outputs: int) -> Tensor:
+    def constant(self, y: Tensor, outputs: int = 0) -> Tensor:
         f = torch.zeros(len(y), outputs, dtype=torch.float64, device=y.device)
         target, variance = self.observations(f, y)
         return (target / variance).sum(0) / variance.reciprocal().sum(0)

@@ -57,7 +57,7 @@ class Gaussian(Likelihood):
         what = f"the targets take {y.unique().numel()} whole values only"
         return f"{what}; if they are class labels, use likelihood='categorical' with integer labels"
 
-    def constant(self, y: Tensor, outputs: int) -> Tensor:
+    def constant(self, y: Tensor, outputs: int = 0) -> Tensor:
         return y.double().mean(0)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:

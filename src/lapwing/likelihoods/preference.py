@@ -48,5 +48,5 @@ class BradleyTerry(Categorical):
     def target_note(self, y: Tensor, outputs: int) -> str:
         return ""  # the preferred item may always come first
 
-    def constant(self, y: Tensor, outputs: int) -> Tensor:
+    def constant(self, y: Tensor, outputs: int = 0) -> Tensor:
         return torch.zeros(2, dtype=torch.float64)  # equal rewards

@@ -50,7 +50,7 @@ class SoftLabels(Categorical):
     def target_note(self, y: Tensor, outputs: int) -> str:
         return ""
 
-    def constant(self, y: Tensor, outputs: int) -> Tensor:
+    def constant(self, y: Tensor, outputs: int = 0) -> Tensor:
         return y.double().mean(0).clamp(min=torch.finfo(torch.float64).tiny).log()
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Labels(Categorical):
     def target_note(self, y: Tensor, outputs: int) -> str:
         return _form(y).target_note(y, outputs)
 
-    def constant(self, y: Tensor, outputs: int) -> Tensor | None:
+    def constant(self, y: Tensor, outputs: int = 0) -> Tensor | None:
         return _form(y).constant(y, outputs)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class LabelSmoothing(Categorical):
     def plain(self) -> Likelihood:
         return Categorical()
 
-    def constant(self, y: Tensor, outputs: int) -> Tensor | None:
+    def constant(self, y: Tensor, outputs: int = 0) -> Tensor | None:
         return None  # labels alone do not tell the number of classes, which smoothing needs
 
     def _epsilon(self, f: Tensor) -> Tensor:

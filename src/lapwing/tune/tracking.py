@@ -37,7 +37,7 @@ class Tracker:
 
     state: State
     jacobian: Jacobian
-    mean: str = "network"  # that predictions will be about, or "tangent"
+    mean: str = "network"  # that predictions will be about
     last: Center | None = None
     first: int = field(init=False)
 
@@ -53,6 +53,11 @@ class Tracker:
     def tolerance(self) -> float:
         """Of the residual of v*."""
         return HELD if self.held else STREAMED
+
+    @property
+    def kind(self) -> str:
+        """What it is the mode of: the tangent model, or the process about a constant."""
+        return "tangent" if self.jacobian.constant is None else "process"
 
     @property
     def passes(self) -> int:
@@ -105,13 +110,15 @@ class Tracker:
         notes = [self._note(prior, likelihood, center)]
         notes += ["the noise is held at the network's residuals, the tangent model's being smaller"] if floors else []
         note = "; ".join(filter(None, notes))
-        return replace(tuning, center="tangent", passes=self.passes, residual=center.residual, note=note)
+        return replace(tuning, center=self.kind, passes=self.passes, residual=center.residual, note=note)
 
     def _note(self, prior: Prior, likelihood: Likelihood, center: Center) -> str:
         """That the trained weights are no mode, if they are not, and what was done about it."""
         with torch.no_grad():
             at, there = (decompose(self.state, prior, likelihood, v) for v in (center, None))
             short = float((at.fit - at.quadratic) - (there.fit - there.quadratic))
+        if self.jacobian.constant is not None:
+            return ""
         layers = normalized_by(self.state.tangent)
         if not layers and short <= NATS:
             return ""
@@ -121,7 +128,8 @@ class Tracker:
     def started(self, bounds: Box, prior: Prior, likelihood: Likelihood) -> Box:
         """The bounds with the precisions' start at tr(K_g)/(N·C s²), and the noise's floor."""
         low, start, floors = dict(bounds.low), dict(bounds.start), []
-        for name, least in likelihood.floors(self.state.statistics).items() if self.mean == "network" else ():
+        floored = likelihood.floors(self.state.statistics) if self.mean in ("network", "mixture") else {}
+        for name, least in floored.items():
             if name in start:
                 low[name] = torch.maximum(low[name], least.to(low[name]))
                 start[name] = torch.maximum(start[name], low[name] + EDGE)
