@@ -30,7 +30,7 @@ from lapwing.arguments import as_budget, as_likelihood, as_prior, as_ranks, as_s
 from lapwing.curvature import BUDGET, State, accumulate, probe
 from lapwing.errors import BrokenFile, InvalidValue, Unsupported
 from lapwing.evidence import BOUNDS, Evidence, decompose, effective_dimension
-from lapwing.gp.features import span
+from lapwing.gp.features import Span, anchored
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.packing import sound
@@ -79,7 +79,7 @@ def ella(
     )
     seen = probe(tangent, batches, likelihood)
     generator = given.generator(generator)
-    found = span(tangent, batches, bound, seen, anchors, rank, budget, generator, progress)
+    found = anchored(tangent, batches, bound, seen, anchors, rank, budget, generator, progress)
     likelihood = likelihood.to(tangent.device)
     state = accumulate(found, tangent, likelihood, batches, "exact", progress=progress, seen=seen)
     expected = seen.n - ranks.count(loading.dropped(batches), "dropped examples")
@@ -102,7 +102,12 @@ class Ella(Shell):
     tuning: tune.Tuning | None = None
 
     def __post_init__(self) -> None:
-        self.state.structure.scale(self.prior)  # raises where the features are another prior's
+        self.span.scale(self.prior)  # raises where the features are another prior's
+
+    @property
+    def span(self) -> Span:
+        """The features: V of the prior of the fit, and where they are from."""
+        return self.state.structure
 
     @property
     def n(self) -> int:  # type: ignore[override]
@@ -122,29 +127,29 @@ class Ella(Shell):
     @property
     def anchors(self) -> int:
         """How many rows of the Jacobian the features are made of."""
-        return self.state.structure.anchors
+        return self.span.anchors
 
     @property
     def share(self) -> float:
         """How much of the kernel's trace at the anchors the features have."""
-        return self.state.structure.share
+        return self.span.share
 
     @property
     def directions(self) -> Tensor:
         """V (k, p), orthonormal in the prior's precision: V A Vᵀ = I."""
-        return self.state.structure.directions / self.state.structure.scale(self.prior).detach().sqrt()
+        return self.span.directions / self.span.scale(self.prior).detach().sqrt()
 
     @cached_property
     def posterior(self) -> Process:
         """f(x) with its error bars, by the features of the fit and z ~ N(·, I/c)."""
         with torch.inference_mode(False), torch.no_grad():
             state, prior, likelihood = self._in_span()
-            features = partial(pushed, self.tangent, self.state.structure.directions)
+            features = partial(pushed, self.tangent, self.span.directions)
             return Process(self.tangent, features, linalg.to_dense(curvature(state, likelihood)), prior.precision)
 
     def _in_span(self) -> tuple[State, Gaussian, Likelihood]:
         """The model of z alone, as the evidence takes it: a state at z = 0, a prior and the likelihood."""
-        found, theta = self.state.structure, self.tangent.theta.to(torch.float64)
+        found, theta = self.span, self.tangent.theta.to(torch.float64)
         mean = (found.directions * found.precision) @ (self.prior.mean_vector() - theta)
         layout = Layout({"z": mean.shape}, {})
         here: Any = SimpleNamespace(layout=layout, theta=torch.zeros_like(mean), device=mean.device, dtype=mean.dtype)
@@ -193,7 +198,7 @@ class Ella(Shell):
         """n functions drawn from the process, each the same function at all inputs of all calls: `functions(x)` are
         outputs (n, *f.shape)."""
         z = self.posterior.draw(given.whole(n, "the number of functions", 1), generator)
-        return FunctionSamples(self.tangent, z @ self.state.structure.directions)
+        return FunctionSamples(self.tangent, z @ self.span.directions)
 
     def draw(self, n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """n weights θ* + z V in the span of the features, {parameter: (n, *shape)}. A process is one of functions: they
@@ -219,10 +224,10 @@ class Ella(Shell):
         return tensors, header
 
     def __repr__(self) -> str:
-        tuned = "" if self.tuning is None else f"; tuned by {self.tuning.method}"
+        tuned, rank = "" if self.tuning is None else f"; tuned by {self.tuning.method}", len(self.span.directions)
         return (
-            f"Ella({self.likelihood.name}; rank {len(self.posterior.gram)} with {100 * self.share:.1f} % of the kernel "
-            f"at {self.anchors:,} anchors; {self.state.layout.size:,} parameters, {self.n:,} examples{tuned})"
+            f"Ella({self.likelihood.name}; rank {rank} with {100 * self.share:.1f} % of the kernel at "
+            f"{self.anchors:,} anchors; {self.state.layout.size:,} parameters, {self.n:,} examples{tuned})"
         )
 
 

@@ -119,7 +119,7 @@ class FeatureSum:
 
 
 @torch.no_grad()
-def span(
+def anchored(
     tangent: TangentModel,
     batches: Any,
     prior: Gaussian,
