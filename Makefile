@@ -8,7 +8,7 @@ PSTAMP := $(PEERS)/.installed
 DOCS   := .venv-docs
 DSTAMP := $(DOCS)/.installed
 
-.PHONY: env demo test lint docs data soak test-peers bench clean
+.PHONY: env demo test test-all lint docs data soak test-peers bench clean
 
 env: $(STAMP)
 
@@ -21,8 +21,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: env
 	$(BIN)/python examples/demo.py --out out/demo
 
+# The laws, and of each product of parameters as many cases as show each value once.
 test: env
 	$(BIN)/python -m pytest -n 2
+
+# Every case.
+test-all: env
+	$(BIN)/python -m pytest -n 2 -m ""
 
 lint: env
 	$(BIN)/ruff check .

@@ -19,11 +19,12 @@ from _common import Bar, table, write
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing import certify
+from lapwing.certify import comparison
+from lapwing.certify.reader import Reader
 from lapwing.curvature import probe
 from lapwing.operators import linalg
 
-certify.RANK = certify.LEAST = 4
+comparison.RANK = comparison.LEAST = 4
 
 STRUCTURES = ("kron", "diag", "block")
 LIKELIHOODS = ("gaussian", "categorical", "bernoulli")
@@ -113,9 +114,9 @@ def one(seed: int, probes: int) -> dict[str, Any]:
     likelihood = lw.likelihoods.Gaussian(noise) if kind == "gaussian" else kind
     la = lw.laplace(model, (x, y), likelihood, structure=structure, prior=prior)
     found = la.certify(probes, generator=torch.Generator().manual_seed(10_000 + seed))
-    reader = certify.Reader(la.state, la.prior, la.likelihood, la.data, False)
+    reader = Reader(la.state, la.prior, la.likelihood, la.data, False)
     seen, generator = probe(la.tangent, la.data), torch.Generator().manual_seed(20_000 + seed)
-    probed = certify._trace(reader, seen, probes, generator, la.memory_budget, exact=False)
+    probed = comparison._trace(reader, seen, probes, generator, la.memory_budget, exact=False)
     dense = truth(model, x, kind, noise, prior, linalg.to_dense(la.posterior.precision))
     dense = (*dense, left_out(la, model, x, y, kind, noise))
     assert abs(found.trace.value - dense[0]) < 1e-8 * dense[0]

@@ -55,7 +55,7 @@ def measured(net: nn.Module, loader: DataLoader, structure: str, repeat: int) ->
     la = fit()
 
     def tune() -> None:  # with the eigenvectors that predictions need
-        la.state.cache.clear()
+        la.state.memo.clear()
         la.tuned(center="map").predict(x[:1])
 
     def predict() -> None:
@@ -110,7 +110,7 @@ def at_tangent() -> Iterator[tuple[str, str, float, float]]:
         la = lw.laplace(net, loader, likelihood, structure=structure)
         if name == "small":
             la.tuned()  # a short run has what comes once in a process in it
-            la.state.cache.clear()
+            la.state.memo.clear()
         before = [thread_seconds(lambda: epoch(net, loader))[0] for _ in range(4)]  # noqa: B023
         seconds, done = thread_seconds(la.tuned)
         unit = min([*before, *(thread_seconds(lambda: epoch(net, loader))[0] for _ in range(4))])  # noqa: B023

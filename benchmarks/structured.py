@@ -132,7 +132,7 @@ def structured(name: str, repeat: int, skip_peer: bool) -> tuple[dict[str, Any],
 
 
 def _tune(la: lw.Laplace) -> None:
-    la.state.cache.clear()
+    la.state.memo.clear()
     float(la.tuned(center="map").log_evidence())
 
 

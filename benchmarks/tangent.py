@@ -54,7 +54,7 @@ def tuning(net: nn.Module, loader: DataLoader, la: lw.Laplace, center: str, repe
         return [clocks(lambda: gradient_epoch(net, loader))[0] for _ in range(repeat)]
 
     def run() -> lw.Laplace:
-        la.state.cache.clear()
+        la.state.memo.clear()
         return la.tuned(center=center)
 
     before = epochs()

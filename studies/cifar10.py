@@ -262,7 +262,8 @@ def kron_state(problem: Problem) -> tuple[Any, float]:
 def repeated(state: Any, times: float) -> Any:
     """The state of the same data `times` over: states add."""
     sums = {key: times * value for key, value in state.sums.items()}
-    return replace(state, sums=sums, statistics={k: times * v for k, v in state.statistics.items()}, cache={})
+    statistics = {k: times * v for k, v in state.statistics.items()}
+    return replace(state, sums=sums, statistics=statistics, memo=lw.curvature.Memo())
 
 
 def evidence_precision(state: Any) -> float:

@@ -14,6 +14,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers import backward_rows, representatives
+
+# -- two tiers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What a product of parameters has beyond its representatives is of the full tier, unless asked for by name."""
+    if config.option.keyword or any("::" in str(one) for one in config.args):
+        return
+    products: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and len(item.callspec.params) > 1:
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for product in products.values():
+        kept = representatives([{k: id(v) for k, v in item.callspec.params.items()} for item in product])
+        for i, item in enumerate(product):
+            if i not in kept:
+                item.add_marker("full")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_torch() -> None:
@@ -122,13 +142,6 @@ def jacobian() -> Callable[..., Tensor]:
 
     def oracle(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Tensor:
         twin = copy.deepcopy(model).eval().requires_grad_(True)
-        parameters = list(twin.parameters())
-        out = run(twin)
-        rows = []
-        for value in out.reshape(-1):
-            grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-            pairs = zip(grads, parameters, strict=True)
-            rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs]))
-        return torch.stack(rows).reshape(*out.shape, -1)
+        return backward_rows(run(twin), twin.parameters())
 
     return oracle

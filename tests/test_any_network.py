@@ -26,22 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lapwing as lw
+from helpers import backward_rows, close, curvature, integers, normal
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.operators import linalg
 
 PRIOR = 0.6
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def moved(net: nn.Module) -> nn.Module:
@@ -200,13 +189,7 @@ def quiet(slow: bool) -> Iterator[None]:
 
 def rows(net: nn.Module, f: Tensor) -> Tensor:
     """∂f/∂θ over the parameters that require grad, (*f, p), one output at a time."""
-    parameters = [p for p in net.parameters() if p.requires_grad]
-    found = []
-    for value in f.reshape(-1):
-        grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-        pairs = zip(grads, parameters, strict=True)
-        found.append(torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs]))
-    return torch.stack(found).reshape(*f.shape, -1)
+    return backward_rows(f, [p for p in net.parameters() if p.requires_grad])
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,10 +221,6 @@ def fitted(name: str, structure: str) -> Any:
         data = [(kind.x, kind.y)]
         options = {"structure": structure, "prior": PRIOR, "factor": "exact", "forward": kind.forward}
         return lw.laplace(net, data, "categorical", **options)
-
-
-def curvature(la: Any) -> Tensor:
-    return linalg.to_dense(la.state.structure.operator(la.state, torch.ones(1, dtype=torch.float64)))
 
 
 def precision(la: Any) -> Tensor:

@@ -20,17 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import lapwing as lw
+from helpers import backward_rows, close, draw
 
 STRUCTURES = ("full", "diag", "kron", "block")
 NAN, INF = math.nan, math.inf
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def network(outputs: int = 2) -> nn.Module:
@@ -663,11 +656,7 @@ def dense(model: nn.Module, x: Tensor, names: list[str]) -> Tensor:
     """J by plain autograd in eval mode, (n, c, p) over the named parameters."""
     twin = copy.deepcopy(model).eval().requires_grad_(True)
     named = dict(twin.named_parameters())
-    rows = []
-    for output in twin(x).reshape(-1):
-        grads = torch.autograd.grad(output, [named[n] for n in names], retain_graph=True)
-        rows.append(torch.cat([g.reshape(-1) for g in grads]))
-    return torch.stack(rows).reshape(len(x), -1, rows[0].numel())
+    return backward_rows(twin(x).flatten(1), [named[n] for n in names])
 
 
 def oracle(model: nn.Module, x: Tensor, y: Tensor, names: list[str], new: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from helpers import backward_rows, close, draw
 
 STREAMED = 2**16  # bytes: too few for the rows of J, so that products are passes over the data
 STRUCTURES = {
@@ -25,14 +26,6 @@ STRUCTURES = {
     "diag": "diag",
 }
 KINDS = ("gaussian", "per output", "categorical", "bernoulli")
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def network() -> nn.Module:
@@ -64,10 +57,7 @@ def dense(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """f (n, c), J (n, c, p) and θ (p,), by autograd."""
     params = list(model.parameters())
     f = model(x)
-    rows = [
-        torch.cat([g.reshape(-1) for g in torch.autograd.grad(o, params, retain_graph=True)]) for o in f.reshape(-1)
-    ]
-    return f.detach(), torch.stack(rows).reshape(*f.shape, -1), torch.cat([p.detach().reshape(-1) for p in params])
+    return f.detach(), backward_rows(f, params), torch.cat([p.detach().reshape(-1) for p in params])
 
 
 def objective(kind: str, z: Tensor, y: Tensor, noise: Tensor | None) -> Tensor:
@@ -300,7 +290,7 @@ def test_outputs_with_positions_have_their_v_star() -> None:
 def test_a_solve_that_does_not_converge_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y, likelihood = problem("categorical")
     la = lw.laplace(model, (x, y), likelihood, structure="diag", prior=1e-3)
-    monkeypatch.setattr("lapwing.center.SEARCH_STEPS", 1)
+    monkeypatch.setattr("lapwing.center.search.SEARCH_STEPS", 1)
     with pytest.raises(lw.errors.NotConverged, match="residual"):
         la.recentered()
 

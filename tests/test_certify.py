@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.certify import Reader, _left_out, _solved, _trace, certify
+from lapwing.certify import certify
+from lapwing.certify import inputs as new_inputs
+from lapwing.certify.comparison import _trace
+from lapwing.certify.leave_one_out import sample
+from lapwing.certify.reader import Reader
+from lapwing.certify.solves import solved
 from lapwing.curvature import LowRank, probe
 from lapwing.data import as_batches
 from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue
-from lapwing.leave_one_out import sample
 from lapwing.operators import linalg
 from lapwing.solvers import Estimate, quadrature
 
@@ -83,8 +87,8 @@ def probed_trace(la: Any, k: int, generator: torch.Generator, budget: int = 2**2
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sketch of rank 4, so that networks of a few weights leave something to probes."""
-    monkeypatch.setattr(lw.certify, "RANK", 4)
-    monkeypatch.setattr(lw.certify, "LEAST", 1)
+    monkeypatch.setattr(lw.certify.comparison, "RANK", 4)
+    monkeypatch.setattr(lw.certify.comparison, "LEAST", 1)
 
 
 @pytest.mark.usefixtures("coarse")
@@ -195,8 +199,8 @@ def test_lanczos_vectors_that_do_not_fit_are_not_kept(monkeypatch: pytest.Monkey
         kept.append(arguments[-1])
         return quadrature(*arguments)
 
-    monkeypatch.setattr("lapwing.certify.quadrature", watched)
-    monkeypatch.setattr("lapwing.certify.RANK", 0)  # no sketch, whatever the budget
+    monkeypatch.setattr("lapwing.certify.comparison.quadrature", watched)
+    monkeypatch.setattr("lapwing.certify.comparison.RANK", 0)  # no sketch, whatever the budget
     data = batch(8, "gaussian")
     la = lw.laplace(network(8), data, "gaussian", structure="diag")
     found = [certify(la.state, la.prior, la.likelihood, data, 4, memory_budget=budget) for budget in (2**20, 2**12)]
@@ -302,7 +306,7 @@ def test_leave_one_out_is_a_refit_without_each_example(
     structure: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one output a random sign is nothing random, and with all inputs nothing is drawn."""
-    monkeypatch.setattr(lw.certify, "TOLERANCE", {torch.float64: 1e-10})
+    monkeypatch.setattr(lw.certify.reader, "TOLERANCE", {torch.float64: 1e-10})
     model, (x, y) = network(22, c=1), batch(22, kind, c=1)
     sigma = torch.tensor(0.3, dtype=torch.float64)
     likelihood = lw.likelihoods.Gaussian(sigma) if kind == "gaussian" else kind
@@ -328,16 +332,18 @@ def test_leave_one_out_is_a_refit_without_each_example(
 def test_solves_without_an_example_are_the_closed_form(budget: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """C (I − Λ C)⁻¹ is the covariance of a refit: also where Λ is singular (softmax), and whether rows of the examples
     fit the memory budget or are made anew for each product."""
-    monkeypatch.setattr(lw.certify, "TOLERANCE", {torch.float64: 1e-11})
+    monkeypatch.setattr(lw.certify.reader, "TOLERANCE", {torch.float64: 1e-11})
     seed = budget % 7
     model, (x, y) = network(30 + seed, c=3), batch(30 + seed, kind, c=3)
     la = lw.laplace(model, (x, y), kind, structure="kron", prior=0.2)
     reader = Reader(la.state, la.prior, la.likelihood, as_batches((x, y)), False)
     reader.n = len(x)
-    near = la.posterior.precision
-    new = _left_out(reader, probe(la.tangent, reader.batches), near, 14, torch.Generator().manual_seed(seed), budget)
+    near = la.posterior
+    new = new_inputs.left_out(
+        reader, probe(la.tangent, reader.batches), near, 14, torch.Generator().manual_seed(seed), budget
+    )
     assert (new.examples.rows is None) == (budget == 2**10)
-    found = _solved(reader, la.posterior.precision, new.j, new.extra(0), 2**30)
+    found = solved(reader, la.posterior.precision, new.j, new.extra(0), 2**30)
     J, hessian = jacobian(model, x), output_hessian(kind, model(x).detach(), ONE)
     K = torch.einsum("nap,nab,nbq->pq", J, hessian, J) + 0.2 * torch.eye(J.shape[-1]).double()
     for place, (one, _) in new.examples.held.items():
@@ -413,7 +419,7 @@ def test_a_structure_that_keeps_its_examples_says_so(why: str, monkeypatch: pyte
     la = lw.laplace(network(23), batch(23, "categorical"), "categorical", structure="block", factor=factor)
     if why == "dear":
         assert not any("keeps the examples" in note for note in la.certify(8).notes)
-        monkeypatch.setattr("lapwing.leave_one_out.WORK", 0)
+        monkeypatch.setattr("lapwing.certify.leave_one_out.WORK", 0)
     assert any("keeps the examples" in note for note in la.certify(8).notes)
 
 
@@ -466,10 +472,11 @@ def test_a_stiff_problem_is_certified_in_few_passes(structure: str) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_what_does_not_converge_is_answered_with_a_wider_interval(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lw.certify, "RANK", 0)  # no sketch
+    monkeypatch.setattr(lw.certify.comparison, "RANK", 0)  # no sketch
     la = lw.laplace(network(15), batch(15, "gaussian", n=30), "gaussian", structure="diag", prior=0.05)
     whole = la.certify(8, generator=torch.Generator().manual_seed(seed))
-    monkeypatch.setattr(lw.certify, "MAX_STEPS", 4)
+    monkeypatch.setattr(lw.certify.comparison, "LANCZOS_STEPS", 4)
+    monkeypatch.setattr(lw.certify.solves, "CG_STEPS", 4)
     found = la.certify(8, generator=torch.Generator().manual_seed(seed))
     assert found.residual > 1e-6
     assert any("conjugate gradients stopped at a residual of" in note for note in found.notes)

@@ -4,6 +4,7 @@ become of the user's model since."""
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import helpers
 import lapwing as lw
 from lapwing.curvature.capture import Capture
 
@@ -129,8 +131,7 @@ def fitted(how: str, structure: str, subset: Any) -> lw.Laplace:
     return lw.laplace(twin(how), data(), "categorical", structure=STRUCTURES[structure], subset=subset)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    assert_close(actual, expected, rtol=1e-7, atol=1e-9)
+close = partial(helpers.close, tolerance=1e-7, absolute=1e-9)
 
 
 def loaded(la: lw.Laplace, how: str, path: Any) -> lw.Laplace:

@@ -25,27 +25,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import lapwing as lw
+from helpers import backward_rows, close, curvature, integers, normal
 from lapwing.curvature.rules import base
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.operators import linalg
 
 N, OUTPUTS, PRIOR = 5, 2, 0.7
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    assert_close(actual, expected, rtol=1e-8, atol=1e-8)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 # -- a layer in a network ------------------------------------------------------------------------------------------
@@ -108,13 +96,8 @@ def evaluating(net: nn.Module) -> Iterator[nn.Module]:
 def rows(net: nn.Module, x: tuple[Any, ...]) -> Tensor:
     """J (n, c, p) over named_parameters, by reverse mode in eval mode, one output at a time."""
     with evaluating(net):
-        parameters, out = list(net.parameters()), net(*x)
-    found = []
-    for value in out.reshape(-1):
-        grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-        pairs = zip(grads, parameters, strict=True)
-        found.append(torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs]))
-    return torch.stack(found).reshape(*out.shape, -1)
+        out = net(*x)
+    return backward_rows(out, net.parameters())
 
 
 def outputs_of(net: nn.Module, x: tuple[Any, ...]) -> Tensor:
@@ -136,10 +119,6 @@ def fit(net: nn.Module, x: Any, structure: Any, slow: bool = False, **options: A
         if slow:
             warnings.simplefilter("ignore", LapwingWarning)
         return lw.laplace(net, data, "gaussian", structure=structure, prior=PRIOR, factor="exact", **options)
-
-
-def curvature(la: Any) -> Tensor:
-    return linalg.to_dense(la.state.structure.operator(la.state, torch.ones(1, dtype=torch.float64)))
 
 
 def groups(names: list[str], generic: dict[str, str]) -> list[list[str]]:
@@ -999,12 +978,8 @@ def test_a_forward_of_the_instance_is_run_and_kept() -> None:
 
     layer.forward = own
     x = case.inputs[0]
-    parameters = list(net.parameters())
-    f = net.eval()(x)
-    found = [
-        torch.cat([g.reshape(-1) for g in torch.autograd.grad(v, parameters, retain_graph=True)]) for v in f.view(-1)
-    ]
-    G = torch.stack(found).T @ torch.stack(found)
+    J = backward_rows(net.eval()(x).view(-1), net.parameters())
+    G = J.T @ J
     la = fit(net, case.inputs, "diag")
     close(curvature(la), G.diagonal().diag())
     assert all("generic" in text for text in la.coverage.values())
@@ -1244,11 +1219,7 @@ def test_adapters_of_peft_are_fitted_where_they_require_grad(options: dict[str, 
     with evaluating(net):
         own = {n: p for n, p in net.named_parameters() if p.requires_grad}
         f = net(*x)
-    found = [
-        torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, list(own.values()), retain_graph=True)])
-        for value in f.reshape(-1)
-    ]
-    J = torch.stack(found).reshape(*f.shape, -1)
+    J = backward_rows(f, own.values())
     G = torch.einsum("ncp,ncq->pq", J, J)
     la = {s: fit(net, x, s) for s in ("full", "block", "diag", "kron")}
     assert set(la["full"].state.layout.names) == set(own)

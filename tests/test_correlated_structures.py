@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing.curvature import Full, Kronecker, LowRank, MatrixFree
 from lapwing.likelihoods import CorrelatedGaussian, Gaussian, Weighted, polarization
 from lapwing.operators import linalg
@@ -27,10 +27,6 @@ EXACT: dict[str, Any] = {
     "two passes": LowRank(P, passes=2),
     "matrix_free": MatrixFree(samples=8, tolerance=1e-12),
 }
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @dataclass(frozen=True)
@@ -423,6 +419,6 @@ def test_a_curvature_that_is_indefinite_beyond_rounding_is_refused(off: float) -
     values, vectors = torch.linalg.eigh(one[0])
     weights, wrong = CorrelatedGaussian(R).curvature_weights("exact"), la.state.sums[key].clone()
     wrong[0] -= (values[0] + off * size) * torch.outer(vectors[:, 0], vectors[:, 0]) / weights[0]
-    state = replace(la.state, sums=la.state.sums | {key: wrong}, cache={})
+    state = replace(la.state, sums=la.state.sums | {key: wrong}, memo=lw.curvature.Memo())
     with pytest.raises(lw.errors.NotPositiveDefinite, match="indefinite"):
         linalg.logdet(linalg.shift(lw.posterior.curvature(state, CorrelatedGaussian(R)), la.prior.operator()))

@@ -16,23 +16,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
+from helpers import normal as numbers
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Gaussian
 from lapwing.operators import linalg
 
 N = 6
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")  # torch's vmap
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    assert_close(actual, expected, rtol=1e-8, atol=1e-8)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # -- networks --------------------------------------------------------------------------------------------------------

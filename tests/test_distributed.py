@@ -27,7 +27,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lapwing as lw
-from lapwing import center
+from lapwing.center import jacobian
 from lapwing.distributed import Ranks, Shard
 from lapwing.operators import Streamed, linalg
 
@@ -85,7 +85,7 @@ def fits(rank: int, size: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     group = "world" if size > 1 else None
     if size == 3:
-        lw.distributed.SMALL = 256  # so that tensors travel alone
+        lw.distributed.exchange.SMALL = 256  # so that tensors travel alone
     for i, (name, structure) in enumerate(STRUCTURES.items()):
         kind = LIKELIHOODS[i % 3]
         likelihood, data = mine(kind, rank, size)
@@ -144,11 +144,11 @@ def verbs(rank: int, size: int) -> dict[str, Any]:
     out["certificate of full"] = exact.variance.value, exact.variance_training.value, exact.log_det.value
     given = kron.certify(8, inputs=inputs()[:5] + 0.1)
     out["certificate's inputs"] = given.variance.value, given.variance.standard_error
-    kept, center.ROWS = center.ROWS, 0  # J by passes
+    kept, jacobian.HELD_ROWS_BYTES = jacobian.HELD_ROWS_BYTES, 0  # J by passes
     out["by passes"] = kron.recentered().tangent_map.vector
     streamed = kron.tuned()
     out["tuned by passes"] = streamed.prior.precision, streamed.log_evidence()
-    center.ROWS = kept
+    jacobian.HELD_ROWS_BYTES = kept
     table = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, 2)).double()
     table.load_state_dict({k: torch.randn(v.shape, generator=G(3)).double() for k, v in table.state_dict().items()})
     words = torch.randint(6, (N, 2), generator=G(4))

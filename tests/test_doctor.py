@@ -31,7 +31,7 @@ from torch.utils.data import (
 import lapwing as lw
 from lapwing.doctor import Cost, Finding, Report
 from lapwing.doctor.checks import model_checks
-from lapwing.doctor.needs import _state_bytes, survey
+from lapwing.doctor.needs import measure, survey
 from lapwing.doctor.plan import free_memory
 from lapwing.doctor.reading import EXAMPLES, read
 from lapwing.doctor.report import seconds, significant, size
@@ -854,8 +854,8 @@ def test_the_counted_state_is_the_state(name, dtype):
     tangent = lw.linearize(model)
     structure = lw.arguments.STRUCTURES[name]()
     state = lw.accumulate(structure, tangent, lw.likelihoods.Gaussian(), (x, y))
-    problem = survey(tangent, lw.likelihoods.Gaussian(), sample_of(x, y), 2**30)
-    told = sum(_state_bytes(part, problem) for part in structure.parts(tangent, x))
+    likelihood, sample = lw.likelihoods.Gaussian(), sample_of(x, y)
+    told = structure.needs(survey(tangent, likelihood, sample, 2**30, measure(tangent, likelihood, sample))).state
     held = sum(t.numel() * t.element_size() for key, t in state.sums.items() if not key.endswith("/count"))
     assert told == held
 
@@ -893,15 +893,10 @@ def test_one_example_is_enough_for_a_plan():
 
 
 def test_a_structure_that_fails_its_trial_is_named_and_another_is_recommended(monkeypatch):
-    needs = sys.modules["lapwing.doctor.needs"]
-    layered = needs._layered
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("not today")
 
-    def fail(name: str, *rest: Any) -> Any:
-        if name == "kron":
-            raise RuntimeError("not today")
-        return layered(name, *rest)
-
-    monkeypatch.setattr(needs, "_layered", fail)
+    monkeypatch.setattr(lw.curvature.Kronecker, "needs", fail)
     report = lw.doctor(net(), classes(), "categorical")
     the(report, "warning", "plan", "kron", "not today")
     assert "kron" not in report.plan

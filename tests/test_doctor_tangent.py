@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lapwing as lw
 from lapwing import center
+from lapwing.center import jacobian, space
 from lapwing.curvature import Factor, Probe
-from lapwing.doctor import needs, plan, tangent, trial
-from lapwing.doctor.needs import Need, Problem, Rates
+from lapwing.curvature.cost import Needs, Rates, Task
+from lapwing.doctor import plan, tangent, trial
 
 NOTHING = Rates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-FREE = Need(1000.0, 0.0, 0.0, 0.0, exact=True)
+FREE = Needs(1000.0, 0.0, 0.0, 0.0, solve=0.0, exact=True)
 
 
 @pytest.fixture(autouse=True)
@@ -30,21 +31,25 @@ def net(outputs: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, outputs)).double().eval()
 
 
-def made(n: int, outputs: int, positions: int = 1, likelihood: Any = None, working: int = 2**30) -> Problem:
+def made(n: int, outputs: int, positions: int = 1, likelihood: Any = None, working: int = 2**30) -> Task:
     """n examples of so many outputs, for a network of 39 parameters."""
     model = lw.linearize(net())
     x, y = torch.zeros(1, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
     seen = Probe(n, positions, outputs, model.layout.size, x)
     likelihood = likelihood or lw.likelihoods.Categorical()
-    return Problem(model, likelihood, Factor("exact"), seen, True, (x, y), 1, (), {}, outputs, working)
+    return Task(model, likelihood, Factor("exact"), seen, (x, y), 1, working, NOTHING)
+
+
+def centered(need: Needs, task: Task, rates: Rates) -> Needs:
+    return tangent.centered(need, replace(task, rates=rates))
 
 
 # -- by passes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> Problem:
-    monkeypatch.setattr(center, "ROWS", 0)
+def streamed(monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", 0)
     monkeypatch.setattr(tangent, "SEARCH", 0.0)
     return made(100, 3)
 
@@ -62,20 +67,20 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Problem:
     ],
 )
 def test_a_pass_is_half_a_push_and_half_a_pull_and_what_the_structure_does(streamed, rates, need, each, once):
-    found = tangent.centered(replace(FREE, **need), streamed, replace(NOTHING, **rates))
+    found = centered(replace(FREE, **need), streamed, replace(NOTHING, **rates))
     assert found.each == pytest.approx(each)
     assert found.tangent == pytest.approx(once + tangent.PASSES * each)
 
 
 def test_known_directions_take_memory_up_to_the_room_for_them(streamed, monkeypatch):
     few, (p, m) = tangent.PASSES // 2, (39, 300)
-    assert tangent.centered(FREE, streamed, NOTHING).work == 16 * few * (p + m) + 24 * few * m
-    monkeypatch.setattr(center, "DIRECTION_BYTES", 5 * 8 * (p + m))
-    assert tangent.centered(FREE, streamed, NOTHING).work == 16 * 5 * (p + m) + 24 * 5 * m
+    assert centered(FREE, streamed, NOTHING).work == 16 * few * (p + m) + 24 * few * m
+    monkeypatch.setattr(space, "DIRECTION_BYTES", 5 * 8 * (p + m))
+    assert centered(FREE, streamed, NOTHING).work == 16 * 5 * (p + m) + 24 * 5 * m
 
 
 def test_products_that_cannot_be_told_leave_the_column_open(streamed):
-    found = tangent.centered(FREE, streamed, replace(NOTHING, push=math.nan))
+    found = centered(FREE, streamed, replace(NOTHING, push=math.nan))
     assert math.isnan(found.tangent)
     assert math.isfinite(found.work)
 
@@ -92,13 +97,13 @@ def test_a_round_in_memory_is_a_factorization_and_its_steps(monkeypatch, likelih
     kind = lw.likelihoods.Gaussian() if likelihood == "gaussian" else None
     problem, need = made(100, 3, likelihood=kind), replace(FREE, exact=exact, factorize=100.0, solve=1.0)
     count = tangent.STEPS_PER_ROUND[steps]
-    found = tangent.centered(need, problem, NOTHING)
+    found = centered(need, problem, NOTHING)
     assert found.each == pytest.approx(100 + count)
     assert found.tangent == pytest.approx(tangent.ROUNDS * (100 + count))
-    swept = tangent.centered(need, problem, replace(NOTHING, sweep=1.0))
+    swept = centered(need, problem, replace(NOTHING, sweep=1.0))
     assert swept.each - found.each == pytest.approx(2 * count * 300 * 39)
     assert swept.work == 16 * 300 * 39
-    read = tangent.centered(need, problem, replace(NOTHING, gradient=3.0, read=1.0))
+    read = centered(need, problem, replace(NOTHING, gradient=3.0, read=1.0))
     assert read.tangent - found.tangent == pytest.approx(100 * (1 + 3 + 1))  # once forward, and once back an output
 
 
@@ -113,7 +118,7 @@ def test_j_is_in_memory_where_the_center_keeps_it(monkeypatch, positions, by, mo
     la = lw.laplace(net(c), (x, y), "categorical", structure="diag")
     size, budget = 8 * n * positions * c * la.state.layout.size, 2**30
     if by == "rows":
-        monkeypatch.setattr(center, "ROWS", size * c + more)
+        monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", size * c + more)
     else:
         budget = 2 * size + more
     kept = center.read(la.state, la.likelihood, la.data, budget).rows is not None
@@ -124,11 +129,11 @@ def test_j_is_in_memory_where_the_center_keeps_it(monkeypatch, positions, by, mo
 def test_memory_is_that_of_the_larger_center(monkeypatch):
     """The state stays between fit and prediction, and the tangent MAP works beside it."""
     monkeypatch.setattr(plan, "LIBRARIES", 0)
-    problem = made(100, 3)
+    task, copies = made(100, 3), 8 * 39
     for kept, whole in ((400.0, 1000), (800.0, 1300)):
-        found = plan._cost_of(replace(FREE, kept=kept, work=500.0), problem, 1.0, 1000 + problem.copies)
-        assert found.memory - problem.copies == whole
-        assert found.memory_at_map - problem.copies == 1000
+        found = plan._cost_of(replace(FREE, kept=kept, work=500.0), task, 1.0, 1000 + copies)
+        assert found.memory - copies == whole
+        assert found.memory_at_map - copies == 1000
         assert found.fits == (whole == 1000)
 
 
@@ -165,7 +170,7 @@ def test_the_last_layer_has_products_of_its_own(monkeypatch):
         sizes.append(model.layout.size)
         return 1e-6, 1e-6
 
-    monkeypatch.setattr(needs.trial, "jacobian_seconds", recorded)
+    monkeypatch.setattr(plan, "jacobian_seconds", recorded)
     x, y = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 3
     lw.doctor(net(), (x, y), "categorical")
     assert sizes == [39, 15]
@@ -175,8 +180,8 @@ def test_a_network_that_j_cannot_be_multiplied_by_keeps_its_other_costs(monkeypa
     def fail(*_: Any) -> Any:
         raise RuntimeError("no derivative today")
 
-    monkeypatch.setattr(needs.trial, "jacobian_seconds", fail)
-    monkeypatch.setattr(center, "ROWS", 0)
+    monkeypatch.setattr(plan, "jacobian_seconds", fail)
+    monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", 0)
     x, y = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 3
     report = lw.doctor(net(), (x, y), "categorical")
     assert all(math.isnan(cost.tangent) and math.isfinite(cost.tune) for cost in report.plan.values())

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import backward_rows, close, integers
+from helpers import normal as numbers
 from lapwing.curvature import Diagonal, EigenKronecker, Factor, Kronecker, accumulate
 from lapwing.doctor.trial import counted
 from lapwing.errors import InvalidValue, Unsupported
@@ -29,18 +30,6 @@ from lapwing.tangent import linearize
 N, C = 7, 3
 NOISE = torch.tensor([0.3, 1.7, 0.8], dtype=torch.float64)
 SEEDS = (0, 1)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Words(nn.Module):
@@ -105,13 +94,7 @@ def data(name: str, kind: str, n: int = N, seed: int = 0) -> tuple[Tensor, Tenso
 
 def jacobian(net: nn.Module, x: Tensor) -> Tensor:
     """J (n, c, p)."""
-    parameters = list(net.parameters())
-    out = net(x)
-    rows = [
-        torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, parameters, retain_graph=True)])
-        for value in out.reshape(-1)
-    ]
-    return torch.stack(rows).reshape(*out.shape, -1)
+    return backward_rows(net(x), net.parameters())
 
 
 def ggn(net: nn.Module, x: Tensor, y: Tensor, likelihood: Any, factor: str = "exact") -> Tensor:
@@ -399,7 +382,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(name: str, kind: str, 
     la = fit(name, kind, prior="layerwise")
     la.save(tmp_path / "net")
     loaded = lw.load(tmp_path / "net", copy.deepcopy(network(name)))
-    saved = replace(la, state=replace(la.state, cache={}))
+    saved = replace(la, state=replace(la.state, memo=lw.curvature.Memo()))
     assert loaded.state.structure == saved.state.structure
     assert loaded.coverage == saved.coverage
     for what in ("sums", "basis", "statistics"):

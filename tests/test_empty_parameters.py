@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import helpers
 import lapwing as lw
 
 C = lw.curvature
@@ -63,8 +65,7 @@ def data(n: int = 7) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(n, c, generator=generator, dtype=torch.float64) for c in (3, 2))  # type: ignore[return-value]
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+close = partial(helpers.close, absolute=1e-10)
 
 
 PRIORS: dict[str, Callable[[], Any]] = {

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import backward_rows
 from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
 from lapwing.operators import Blocks, Dense, Diagonal, HeldRows, Kronecker, RootPlusDiagonal, linalg
 
@@ -98,10 +99,7 @@ def test_every_structure_conditions_on_its_own_diagonal(kind: str, per: str) -> 
     assert_close(2 * evidence.occam, ratio, **TIGHT)
     theta = la.tangent.theta.double()[live]
     assert_close(2 * evidence.quadratic, (A * theta.square()).sum(), **TIGHT)
-    rows = torch.zeros(len(new) * 2, len(live), dtype=torch.float64)
-    for i, out in enumerate(net(new).reshape(-1)):
-        grads = torch.autograd.grad(out, list(net.parameters()), retain_graph=True)
-        rows[i] = torch.cat([g.reshape(-1) for g in grads])
+    rows = backward_rows(net(new).reshape(-1), net.parameters())
     cov = rows[:, live] @ torch.linalg.inv(M) @ rows[:, live].mT
     assert_close(la.predict(new, joint=True).covariance.reshape(len(cov), -1), cov, **TIGHT)
     assert_close(la.predict(new).f_var.reshape(-1), cov.diagonal(), **TIGHT)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, MultivariateNormal, Normal
 
 import lapwing as lw
+from helpers import backward_rows, close, draw
 from lapwing.evidence import log_det_ratio
 
 SEEDS = (0, 1)
@@ -29,10 +30,6 @@ PRIORS = ("scalar", "layerwise", "glob", "unit", "weight", "mean", "means")
 def seeded(*choices: Iterable) -> list[tuple]:
     """Every combination, each with a seed of its own."""
     return [(seed, *case) for seed, case in enumerate(itertools.product(*choices))]
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 # -- models, data, priors, likelihoods ---------------------------------------------------------------------------
@@ -66,10 +63,6 @@ class Sequence(nn.Module):
 
 def mlp(outputs: int = 2) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def likelihood_and_targets(kind: str, shape: tuple[int, ...]) -> tuple[lw.likelihoods.Likelihood, Tensor]:
@@ -130,12 +123,7 @@ def theta_of(model: nn.Module) -> Tensor:
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:
     """(n, q·c, p): every output of an example, positions first, by one reverse pass each."""
-    params = list(model.parameters())
-    rows = []
-    for output in model(x).reshape(-1):
-        grads = torch.autograd.grad(output, params, retain_graph=True)
-        rows.append(torch.cat([g.reshape(-1) for g in grads]))
-    return torch.stack(rows).reshape(len(x), -1, rows[0].numel())
+    return backward_rows(model(x).flatten(1), model.parameters())
 
 
 def distribution(likelihood: lw.likelihoods.Likelihood, f: Tensor):

@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing.errors import LapwingWarning, NotPositiveDefinite, Unsupported
 from lapwing.likelihoods import Gaussian
 from lapwing.operators import Blocks, Dense, Diagonal, Kronecker, linalg
 
 SEEDS = (0, 1, 2)
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    assert_close(actual, expected, rtol=1e-8, atol=1e-8)
 
 
 def normal(seed: int, *shape: int) -> Tensor:

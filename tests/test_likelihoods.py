@@ -15,22 +15,14 @@ import pytest
 import torch
 from torch import Tensor, distributions
 from torch.func import grad, hessian, vmap
-from torch.testing import assert_close
 
+from helpers import close, seeded
 from lapwing.curvature.factor import Factor, output_factor
 from lapwing.errors import InvalidValue, LapwingError, Unsupported
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 
 Z = 5.0  # standard errors
 SEEDS = (0, 1, 2)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Every likelihood beyond the first three: densities, derivatives, Fisher information, moments, and each structure of
 its curvature in a small network, against torch.distributions and dense autograd.
 
-A new likelihood joins by one more entry in CASES. What a case says of p(y | f) comes from torch.distributions or is
-written out here, never from the package.
+A new likelihood joins by one more entry in CASES, and is held to the laws of `lapwing.testing.check_likelihood`. What a
+case says of p(y | f) comes from torch.distributions or is written out here, never from the package.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributions, nn
-from torch.func import functional_call, grad, hessian, jacrev, vmap
-from torch.testing import assert_close
+from torch.func import functional_call, hessian, jacrev, vmap
 
 import lapwing as lw
-from lapwing.curvature.factor import Factor, output_factor
+from helpers import close, seeded
 from lapwing.errors import Unsupported
 from lapwing.likelihoods import (
     BradleyTerry,
     Categorical,
     ClassWeighted,
     CorrelatedGaussian,
+    Dirichlet,
+    DirichletBernoulli,
     Gaussian,
     HeteroscedasticGaussian,
     Ignoring,
@@ -46,14 +47,6 @@ from lapwing.operators import linalg
 
 Z = 5.0  # standard errors
 SEEDS = (0, 1)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def softplus_half(x: Tensor) -> Tensor:
@@ -81,23 +74,11 @@ class Case:
     inside: Callable[[Tensor], Tensor] = lambda x: x  # normal draws -> outputs that the likelihood takes
     head: Callable[[], nn.Module] = nn.Identity  # the last module of a network
     canonical: bool = True  # −∂² log p does not depend on y
-    one_hot: bool = False  # y is a label, its mean a vector of probabilities
     sample: Callable[[Any, Tensor, torch.Generator], Tensor] = lambda one, f, generator: one.sample(f, generator)
     packed: Callable[[Any, Tensor], Tensor] = lambda _, y: y  # targets as they are fitted to
 
-    def outputs_of(self, n: int, seed: int, scale: float = 1.0) -> Tensor:
-        return self.inside(scale * torch.randn(n, self.outputs, generator=seeded(seed), dtype=torch.float64))
-
-    def draw(self, n: int, seed: int) -> tuple[Likelihood, Tensor, Tensor]:
-        likelihood, f = self.make(), self.outputs_of(n, seed)
-        return likelihood, f, self.targets(likelihood, f, seed + 100)
-
     def targets(self, likelihood: Likelihood, f: Tensor, seed: int) -> Tensor:
         return self.packed(likelihood, self.sample(likelihood, f, seeded(seed)))
-
-    def every(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.values is not None
-        return self.values(f)
 
     def curvature(self, f: Tensor, y: Tensor) -> Tensor:
         """E_y[−∂² log p], (c, c), summed over every y (or by quadrature); where rows weigh differently, −∂² log p."""
@@ -209,6 +190,28 @@ def smoothed(f: Tensor, y: Tensor) -> Tensor:
     return (torch.log_softmax(f, -1) * t).sum()
 
 
+def gamma_observation(alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of log g, where E[g] = Var[g] = α and g is log-normal."""
+    variance = (1 + 1 / alpha).log()
+    return alpha.log() - variance / 2, variance.sqrt()
+
+
+def dirichlet(f: Tensor, t: Tensor) -> Tensor:
+    """Of probabilities t (c,); ε = 0.1."""
+    target, noise = gamma_observation(0.1 + t)
+    return distributions.Normal(f, noise, validate_args=False).log_prob(target).sum()
+
+
+def dirichlet_label(f: Tensor, y: Tensor) -> Tensor:
+    return dirichlet(f, (torch.arange(len(f)) == y).double())
+
+
+def dirichlet_bernoulli(f: Tensor, y: Tensor) -> Tensor:
+    (one, its), (zero, other) = gamma_observation(0.3 + y), gamma_observation(1.3 - y)
+    noise = (its**2 + other**2).sqrt()
+    return distributions.Normal(f, noise, validate_args=False).log_prob(one - zero).sum()
+
+
 def gaussian(f: Tensor, y: Tensor) -> Tensor:
     return distributions.Normal(f, 0.7).log_prob(y).sum()
 
@@ -244,6 +247,25 @@ WEIGHTED: dict[str, Case] = {
         sample=lambda _, f, generator: f + torch.randn(f.shape, generator=generator, dtype=f.dtype),
         packed=lambda one, y: one.pack(y, 0.3 + weights_of(2 * len(y)).reshape(-1, 2)),
     ),
+    "dirichlet": Case(Dirichlet, 3, dirichlet_label, None),
+    "dirichlet, soft labels": Case(
+        Dirichlet, 3, dirichlet, None,
+        packed=lambda _, y: 0.6 * nn.functional.one_hot(y, 3) + 0.4 * C / C.sum(),
+    ),
+    "dirichlet bernoulli": Case(lambda: DirichletBernoulli(0.3), 2, dirichlet_bernoulli, None),
+    "weighted dirichlet": Case(
+        lambda: Weighted(Dirichlet()), 3, lambda f, y: y[1] * dirichlet_label(f, y[0]), None,
+        packed=lambda one, y: one.pack(y, weights_of(len(y))),
+    ),
+    "weighted dirichlet, soft labels": Case(
+        lambda: Weighted(Dirichlet()), 3, lambda f, y: y[3] * dirichlet(f, y[:3]), None,
+        packed=lambda one, y: one.pack(0.6 * nn.functional.one_hot(y, 3) + 0.4 * C / C.sum(), weights_of(len(y))),
+    ),
+    "ignored labels with class weights, dirichlet": Case(
+        lambda: Ignoring(ClassWeighted(Dirichlet(), C), -1), 3,
+        lambda f, y: torch.where(y < 0, 0.0, class_weight(y) * dirichlet_label(f, y)), None,
+        packed=lambda _, y: torch.where(torch.arange(len(y)) % 3 == 1, -1, y),
+    ),
 }  # fmt: skip
 
 NOISE = torch.tensor([[0.5, 0.3, -0.1], [0.3, 0.8, 0.2], [-0.1, 0.2, 0.4]], dtype=torch.float64)
@@ -275,9 +297,9 @@ CASES: dict[str, Case] = {
     ),
     "student": Case(lambda: StudentT(SCALES, NU), 2, student, student_values, canonical=False),
     "ordinal": Case(
-        lambda: Ordinal(CUTS), 1, ordinal, every_label(ordinal, 4), canonical=False, one_hot=True
+        lambda: Ordinal(CUTS), 1, ordinal, every_label(ordinal, 4), canonical=False
     ),
-    "bradley-terry": Case(BradleyTerry, 2, preference, every_label(preference, 2), one_hot=True),
+    "bradley-terry": Case(BradleyTerry, 2, preference, every_label(preference, 2)),
     "heteroscedastic": Case(
         HeteroscedasticGaussian, 4, natural, natural_values, inside=softplus_half, head=NaturalHead
     ),
@@ -294,11 +316,6 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=[name for name, one in CASES.items() if one.values is not None])
-def plain(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
-
-
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
@@ -308,59 +325,12 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_log_prob_is_the_reference(case: Case, seed: int) -> None:
-    likelihood, f, y = case.draw(6, seed)
-    likelihood.validate(f, y)
-    close(
-        likelihood.log_prob(f, y), torch.stack([case.log_prob(one, target) for one, target in zip(f, y, strict=True)])
+def test_it_keeps_the_laws_of_likelihoods(case: Case, seed: int) -> None:
+    one = case.make()
+    targets = None if case.values is not None else lambda f, g: case.packed(one, case.sample(one, f, g))
+    lw.testing.check_likelihood(
+        one, case.outputs, case.log_prob, case.values, case.inside, targets, case.canonical, seed
     )
-    deeper = likelihood.log_prob(f.expand(2, *f.shape), y.expand(2, *y.shape))
-    assert deeper.shape == (2, 6)
-    close(likelihood.loss(f, y), -likelihood.log_prob(f, y).mean())
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_weighted_score_is_the_gradient_of_log_prob(case: Case, seed: int) -> None:
-    likelihood, f, y = case.draw(6, seed)
-    exact = vmap(grad(case.log_prob))(f, y)
-    close(likelihood.gradient(f, y), exact)
-    if not likelihood.paired:
-        close(likelihood.score(f, y) * likelihood.curvature_weights().expand(f.shape[-1]), exact)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_factor_is_the_fisher_information(plain: Case, seed: int) -> None:
-    """S Sᵀ = E_y[−∂² log p] = E_y[score scoreᵀ], over every y; for a canonical link −∂² log p itself."""
-    likelihood, f, y = plain.draw(4, seed)
-    S = likelihood.hessian_root(f)
-    w = likelihood.curvature_weights()
-    found = (S * w) @ S.mT
-    for one, mine in zip(f, found, strict=True):
-        close(mine, plain.curvature(one, y[0]))
-        every, p = plain.every(one)
-        close(p.sum(), torch.ones((), dtype=torch.float64))
-        score = vmap(grad(plain.log_prob), in_dims=(None, 0))(one, every)
-        close(torch.einsum("v,va,vb->ab", p, score, score), mine)
-    if plain.canonical:
-        close(found, -vmap(hessian(plain.log_prob))(f, y))
-
-
-def test_products_traces_and_noise_are_of_the_same_curvature(case: Case) -> None:
-    """Λ v, tr Λ, a root of Λ, and S e whose covariance is Λ, of rows that may weigh differently."""
-    likelihood, f, y = case.draw(4, 0)
-    curvature = torch.stack([case.curvature(one, target) for one, target in zip(f, y, strict=True)])
-    root = likelihood.scaled_root(f, y)
-    close(root @ root.mT, curvature)
-    if likelihood.paired:
-        return
-    w = likelihood.curvature_weights()
-    v = torch.randn(3, *f.shape, generator=seeded(1), dtype=torch.float64)
-    close(w * likelihood.curvature_product(f, y, v), torch.einsum("nab,knb->kna", curvature, v))
-    close(w * likelihood.curvature_trace(f, y), curvature.diagonal(dim1=1, dim2=2).sum(-1))
-    e = w.sqrt() * likelihood.curvature_noise(f, y, 4000, seeded(2))  # (k, n, c)
-    products = torch.einsum("kna,knb->knab", e, e)
-    error = (products.std(0) / math.sqrt(4000)).clamp(min=1e-12)
-    assert float(((products.mean(0) - curvature).abs() / error).max()) < Z
 
 
 @pytest.mark.parametrize("name", ["weighted labels", "known noise"])
@@ -372,65 +342,11 @@ def test_the_noise_of_matrix_free_samples_has_the_curvature_as_covariance(name: 
     assert float((found - 1).abs().max()) < Z * math.sqrt(2 / 2000)
 
 
-def test_log_prob_can_be_traced(case: Case) -> None:
-    likelihood, f, y = case.draw(5, 0)
-    found = vmap(hessian(lambda f, y: likelihood.log_prob(f[None], y[None])[0]))(f, y)
-    close(found, vmap(hessian(case.log_prob))(f, y))
-
-
-def test_log_likelihood_from_sums_is_the_sum_of_log_prob(case: Case) -> None:
-    likelihood, f, y = case.draw(7, 0)
-    parts = [likelihood.statistics(f[i], y[i]) for i in (slice(0, 3), slice(3, 7))]
-    sums = {k: parts[0][k] + parts[1][k] for k in parts[0]}
-    for factor in (1.0, 0.3):
-        other = likelihood.replace(**{k: factor * v for k, v in likelihood.hyperparameters.items()})
-        close(other.log_likelihood(sums), other.log_prob(f, y).sum())
-
-
-def test_monte_carlo_factors_are_unbiased(case: Case) -> None:
-    likelihood, f = case.make(), case.outputs_of(3, 0, 0.5)
-    y = case.targets(likelihood, f, 0)
+def test_what_mixes_the_outputs_has_no_monte_carlo_factor(case: Case) -> None:
+    likelihood = case.make()
     if "monte_carlo" not in likelihood.factors:
         with pytest.raises(Unsupported, match="mixes the outputs"):
             likelihood.curvature_weights("monte_carlo")
-        return
-    repeats, samples, generator = 400, 4, seeded(1)
-    S = torch.stack(
-        [output_factor(Factor("monte_carlo", samples), likelihood, f, y, generator) for _ in range(repeats)]
-    )
-    found = likelihood.curvature_weights("monte_carlo") * S @ S.mT
-    exact = torch.stack([case.curvature(one, target) for one, target in zip(f, y, strict=True)])
-    error = (found.std(0) / math.sqrt(repeats)).clamp(min=1e-12)
-    assert float(((found.mean(0) - exact).abs() / error).max()) < Z
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_mean_and_variance_are_those_of_every_value(plain: Case, seed: int) -> None:
-    likelihood, f, _ = plain.draw(4, seed)
-    mean, variance = likelihood.mean(f), likelihood.variance(f)
-    for one, m, v in zip(f, mean, variance, strict=True):
-        y, p = plain.every(one)
-        y = nn.functional.one_hot(y.long(), m.shape[-1]).double() if plain.one_hot else y
-        close(m, torch.einsum("v,va->a", p, y))
-        close(v, torch.einsum("v,va->a", p, (y - m).square()))
-    stacked = f.expand(2, *f.shape)
-    close(likelihood.mean(stacked)[1], mean)
-    close(likelihood.variance(stacked)[1], variance)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_samples_have_the_mean_and_variance(plain: Case, seed: int) -> None:
-    likelihood, f = plain.make(), plain.outputs_of(3, seed, 0.5)
-    n = 4000
-    before = torch.random.get_rng_state()
-    y = likelihood.sample(f.expand(n, *f.shape), seeded(seed))
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert torch.equal(y, likelihood.sample(f.expand(n, *f.shape), seeded(seed)))
-    mean, variance = likelihood.mean(f), likelihood.variance(f)
-    y = nn.functional.one_hot(y.long(), mean.shape[-1]).double() if plain.one_hot else y.double()
-    assert float(((y.mean(0) - mean) / (variance / n).sqrt()).abs().max()) < Z
-    squares = (y - mean).square()
-    assert float(((squares.mean(0) - variance) / (squares.std(0) / math.sqrt(n))).abs().max()) < Z
 
 
 # -- every structure, in a network -------------------------------------------------------------------------------------

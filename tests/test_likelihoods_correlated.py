@@ -7,17 +7,13 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import CorrelatedGaussian, Gaussian
 
 R = torch.tensor([[0.5, 0.3, -0.1], [0.3, 0.8, 0.2], [-0.1, 0.2, 0.4]], dtype=torch.float64)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def linear_data(n: int, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, Tensor]:

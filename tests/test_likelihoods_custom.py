@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Categorical, Custom, Poisson, StudentT
 
@@ -50,10 +50,6 @@ class MyStudent(Custom):
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
         return StudentT(0.7, 5.0).sample(f, generator)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def problem(outputs: int, n: int = 11) -> tuple[nn.Module, Tensor]:

@@ -10,12 +10,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import HeteroscedasticGaussian, MeanLogVariance, NaturalHead
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

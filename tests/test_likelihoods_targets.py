@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import (
     Bernoulli,
@@ -33,10 +33,6 @@ from lapwing.likelihoods import (
 )
 
 EXACT = ["full", "block", "diag"]  # whose curvature is a sum over rows; Kronecker factors are two sums
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def network(outputs: int, seed: int = 0) -> nn.Module:

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from helpers import close, draw
 from lapwing.curvature.lowrank import COPIES, LowRank, pseudorandom
 from lapwing.doctor.trial import counted
 from lapwing.operators import linalg
 
 SEEDS = range(3)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 class Tokens(nn.Module):

@@ -34,7 +34,7 @@ def problem(seed: int) -> tuple[Tensor, Tensor]:
 def ridge(x: Tensor, y: Tensor):
     """Training to the end: θ = (XᵀX/σ² + A)⁻¹ Xᵀy/σ², with A read off the penalty alone."""
 
-    def train(model: nn.Module, penalty: lw.tune.Objective) -> None:
+    def train(model: nn.Module, penalty: lw.training.TrainingLoss) -> None:
         sigma = float(penalty.likelihood.noise)
         slopes = torch.autograd.grad(penalty(model), list(model.parameters()))
         lam = torch.cat(
@@ -58,7 +58,7 @@ def exact_evidence(x: Tensor, y: Tensor, log_lam: Tensor, log_sigma: Tensor) -> 
 @pytest.mark.parametrize("structure", ["full", "auto"])
 def test_the_fixed_point_is_a_stationary_point_of_the_exact_evidence(seed: int, structure: str) -> None:
     x, y = problem(seed)
-    la, history = lw.tune.mackay_training(
+    la, history = lw.training.mackay(
         Two().double(),
         (x, y),
         "gaussian",
@@ -81,7 +81,7 @@ def test_the_fixed_point_is_a_stationary_point_of_the_exact_evidence(seed: int, 
 
 def test_the_records_are_the_rounds() -> None:
     x, y = problem(4)
-    la, history = lw.tune.mackay_training(Two().double(), (x, y), "gaussian", ridge(x, y), prior=3.0)
+    la, history = lw.training.mackay(Two().double(), (x, y), "gaussian", ridge(x, y), prior=3.0)
     assert history.converged
     assert [r.epoch for r in history] == list(range(1, len(history) + 1))
     assert history[0].hyperparameters == {"precision": 3.0, "noise": 1.0}
@@ -99,7 +99,7 @@ def test_penalty_loss_trains_a_network_by_gradient() -> None:
     y = torch.sin(x) + 0.2 * torch.randn_like(x)
     net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).double()
 
-    def train(model: nn.Module, penalty: lw.tune.Objective) -> None:
+    def train(model: nn.Module, penalty: lw.training.TrainingLoss) -> None:
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=300, line_search_fn="strong_wolfe")
 
         def closure() -> Tensor:
@@ -110,7 +110,7 @@ def test_penalty_loss_trains_a_network_by_gradient() -> None:
 
         optimizer.step(closure)
 
-    la, history = lw.tune.mackay_training(net, (x, y), "gaussian", train, tolerance=1e-2)
+    la, history = lw.training.mackay(net, (x, y), "gaussian", train, tolerance=1e-2)
     assert history.converged
     assert history[-1].log_evidence > history[0].log_evidence
     assert abs(float(la.likelihood.noise) / 0.2 - 1) < 0.5  # 5 standard errors
@@ -118,16 +118,14 @@ def test_penalty_loss_trains_a_network_by_gradient() -> None:
 
 def test_fixed_noise_stays() -> None:
     x, y = problem(0)
-    la, _ = lw.tune.mackay_training(Two().double(), (x, y), lw.likelihoods.Gaussian(0.7), ridge(x, y), fixed=("noise",))
+    la, _ = lw.training.mackay(Two().double(), (x, y), lw.likelihoods.Gaussian(0.7), ridge(x, y), fixed=("noise",))
     assert float(la.likelihood.noise) == 0.7
 
 
 def test_rounds_that_run_out_are_said() -> None:
     x, y = problem(0)
     with pytest.warns(LapwingWarning, match="did not settle"):
-        la, history = lw.tune.mackay_training(
-            Two().double(), (x, y), "gaussian", ridge(x, y), tolerance=1e-14, rounds=2
-        )
+        la, history = lw.training.mackay(Two().double(), (x, y), "gaussian", ridge(x, y), tolerance=1e-14, rounds=2)
     assert history.converged is False
     assert len(history) == 2
     assert float(la.prior.precision) == history[-1].hyperparameters["precision"]  # those that it was trained under
@@ -137,7 +135,7 @@ def test_targets_without_noise_stay_bounded() -> None:
     """σ → 0: it stops at its bound, finite."""
     x, _ = problem(0)
     y = x.sum(1, keepdim=True)
-    la, history = lw.tune.mackay_training(Two().double(), (x, y), "gaussian", ridge(x, y), rounds=100)
+    la, history = lw.training.mackay(Two().double(), (x, y), "gaussian", ridge(x, y), rounds=100)
     assert all(math.isfinite(r.log_evidence) for r in history)
     assert history[-1].at_bound == 1
     assert float(la.likelihood.noise) > 0
@@ -150,8 +148,8 @@ def test_targets_without_noise_stay_bounded() -> None:
 def test_wrong_arguments_are_named(wrong: dict, message: str) -> None:
     x, y = problem(0)
     with pytest.raises(InvalidValue, match=message):
-        lw.tune.mackay_training(Two().double(), (x, y), "gaussian", ridge(x, y), **wrong)
+        lw.training.mackay(Two().double(), (x, y), "gaussian", ridge(x, y), **wrong)
     with pytest.raises(InvalidValue, match="train must be a function"):
-        lw.tune.mackay_training(Two().double(), (x, y), "gaussian", None)
+        lw.training.mackay(Two().double(), (x, y), "gaussian", None)
     with pytest.raises(Unsupported, match="no penalty"):
-        lw.tune.mackay_training(Two().double(), (x, y), "gaussian", ridge(x, y), prior="gprior")
+        lw.training.mackay(Two().double(), (x, y), "gaussian", ridge(x, y), prior="gprior")

@@ -16,7 +16,8 @@ import lapwing as lw
 from lapwing.curvature import MatrixFree
 from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue, NotConverged, NotPositiveDefinite, Unsupported
-from lapwing.operators import Diagonal, Plan, Streamed, linalg
+from lapwing.operators import Diagonal, SolvePlan, Streamed, linalg
+from lapwing.operators.samples import Remembered
 from lapwing.solvers import Estimate, Lanczos
 from lapwing.solvers.estimate import variance_of
 from lapwing.solvers.noise import Placed, generator_of
@@ -151,7 +152,7 @@ def held(R: Tensor, a: Tensor, near: Tensor | None = None, sign: float = 1.0, **
     """RᵀR + diag(a), streamed, with a preconditioner of diag(near)."""
     settings = {"samples": 32, "solver": "cg", "preconditioner": "diag", "tolerance": 1e-6, "max_steps": 200, "seed": 0}
     near = torch.zeros_like(a) if near is None else near
-    made = Plan(**{**settings, "memory_budget": 2**30, **plan})
+    made = SolvePlan(**{**settings, "memory_budget": 2**30, **plan})
     one = torch.ones(1, dtype=torch.float64)
     return Streamed(MatrixRoot(R, sign), one, Diagonal(near, len(a)), made, Diagonal(a, len(a)))
 
@@ -354,7 +355,7 @@ def test_predictive_variances_agree_with_full_within_their_bars(name: str) -> No
     x = PROBLEMS[name](2)[1][:5]
     mine, exact = la.predict(x), full.predict(x)
     torch.testing.assert_close(mine.f_mean, exact.f_mean)
-    assert mine.samples == SAMPLES[name]
+    assert mine.outputs.samples == SAMPLES[name]
     away = (mine.f_var - exact.f_var) / mine.f_var_standard_error
     assert float(away.abs().max()) < 5
     assert not exact.f_var_standard_error.any()
@@ -444,7 +445,7 @@ def test_bars_are_honest(problem: Callable[..., Any], preconditioner: str, sampl
     hits = {"logdet": 0.0, "gamma": 0.0, "variance": 0.0}
     for seed in range(100):
         plan = replace(precision_of(la).plan, seed=1000 + 7 * seed)
-        op = replace(precision_of(la), root=root, plan=plan, cache={})
+        op = replace(precision_of(la), root=root, plan=plan, memo=Remembered())
         hits["logdet"] += covers(op.log_determinant, float(torch.logdet(M)))
         hits["gamma"] += covers(op.samples.dimension, float((G * S).sum()))
         squares = (op.spread @ rows.mT).square().mean(0)

@@ -92,8 +92,8 @@ def test_curvature_and_predictions_are_those_of_float64(name: str, structure: st
     net, x, y = problem(NETS[name], seed)
     one = lw.laplace(net, [(x, y)], "categorical", structure=structure)
     two = lw.laplace(copy.deepcopy(net).double(), [(x.double(), y)], "categorical", structure=structure)
-    assert one.state.tangent.route["channels_last"]
-    assert not two.state.tangent.route["channels_last"]
+    assert one.state.tangent.facts.channels_last
+    assert not two.state.tangent.facts.channels_last
     for key, value in two.state.sums.items():
         torch.testing.assert_close(one.state.sums[key].double(), value.double(), rtol=1e-4, atol=1e-5)
     close = one.predict(x).covariance.double(), two.predict(x.double()).covariance.double()
@@ -125,7 +125,7 @@ class Picky(Viewed):
 def test_a_network_that_looks_at_its_memory_runs_as_it_is(make: type) -> None:
     net, x, y = problem(make, 0)
     la = lw.laplace(net, [(x, y)], "categorical", structure="diag")
-    assert not la.state.tangent.route["channels_last"]
+    assert not la.state.tangent.facts.channels_last
     twin = lw.laplace(copy.deepcopy(net).double(), [(x.double(), y)], "categorical", structure="diag")
     for key, value in twin.state.sums.items():
         torch.testing.assert_close(la.state.sums[key].double(), value.double(), rtol=1e-4, atol=1e-5)
@@ -151,9 +151,9 @@ def test_products_are_those_of_float64(name: str, seed: int) -> None:
         found = gauss_newton(one, likelihood, [(x, y)], some)
         expected = gauss_newton(two, likelihood, [(x.double(), y)], some.double())
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert one.route["channels_last"]
-    assert one.route.get("through", "one") == "one"
-    assert one.route.get("jvps", "vmap") == "vmap"
+    assert one.facts.channels_last
+    assert "through" not in one.facts.closed
+    assert "jvps" not in one.facts.closed
 
 
 class Squashed(Viewed):
@@ -187,6 +187,6 @@ def test_checkpointed_layers_run_again(structure: str, make: type, last: bool) -
     plain = Squashed().eval()
     plain.load_state_dict(net.state_dict())
     one, two = (lw.laplace(each, [(x, y)], "categorical", structure=structure) for each in (net, plain))
-    assert one.state.tangent.route["channels_last"] == last
-    assert two.state.tangent.route["channels_last"]
+    assert one.state.tangent.facts.channels_last == last
+    assert two.state.tangent.facts.channels_last
     torch.testing.assert_close(one.predict(x).covariance, two.predict(x).covariance, rtol=1e-3, atol=1e-5)

@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import helpers
 import lapwing as lw
+from helpers import draw
+from helpers import normed as network
 
 STRUCTURES: dict[str, Any] = {
     "primal": lw.curvature.Full("primal"),
@@ -30,17 +33,6 @@ BASED: dict[str, tuple[Any, Any]] = {  # states that add in a shared basis only,
 N, CUTS = 29, (slice(0, 8), slice(8, 19), slice(19, 29))
 
 
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def network() -> nn.Module:
-    """3 -> 4 -> 2 with buffers, p = 34."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
-    nn.init.normal_(net[1].weight), nn.init.normal_(net[1].running_mean), nn.init.uniform_(net[1].running_var, 0.5, 2)
-    return net
-
-
 def problem(kind: str = "gaussian") -> tuple[nn.Module, Tensor, Tensor, Any]:
     x = draw(N, 3)
     if kind == "categorical":
@@ -49,8 +41,8 @@ def problem(kind: str = "gaussian") -> tuple[nn.Module, Tensor, Tensor, Any]:
     return network(), x, draw(N, 2), lw.likelihoods.Gaussian(noise.double())
 
 
-def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    helpers.close(actual, expected, tolerance)
 
 
 def assert_same(a: lw.Laplace, b: lw.Laplace, tolerance: float = 1e-10, new: Tensor | None = None) -> None:

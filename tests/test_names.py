@@ -39,12 +39,15 @@ ODD = [
 
 
 def words() -> list[str]:
-    """Every word that the source quotes, so every key that it uses; of Python and torch, their own."""
+    """Every word that the source quotes and every field of its classes, so every key and slot that it uses; of Python
+    and torch, their own."""
     found: set[str] = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
                 found.add(node.value)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
     found |= {*keyword.kwlist, *dir(nn.Module), *ODD}
     return sorted(name for name in found if allowed(name))
 

@@ -14,23 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import backward_rows, close, curvature, integers
+from helpers import normal as numbers
 from lapwing.operators import linalg
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    assert_close(actual, expected, rtol=1e-8, atol=1e-8)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
-
 
 # -- networks ------------------------------------------------------------------------------------------------------
 
@@ -191,19 +179,9 @@ def forward(name: str, x: Tensor) -> Tensor:
     return out
 
 
-def rows(name: str, out: Tensor, tensors: list[Tensor]) -> Tensor:
-    """∂out/∂tensors, (*out, p), one output at a time."""
-    found = []
-    for value in out.reshape(-1):
-        grads = torch.autograd.grad(value, tensors, retain_graph=True, allow_unused=True)
-        pairs = zip(grads, tensors, strict=True)
-        found.append(torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in pairs]))
-    return torch.stack(found).reshape(*out.shape, -1)
-
-
 @cache
 def jacobian(name: str, seed: int | None = None) -> Tensor:
-    return rows(name, forward(name, inputs(name, seed)), list(network(name).parameters()))
+    return backward_rows(forward(name, inputs(name, seed)), network(name).parameters())
 
 
 def inputs(name: str, seed: int | None = None) -> Tensor:
@@ -246,7 +224,7 @@ def kronecker(name: str, module: str, sharing: str) -> tuple[Tensor, Tensor]:
         a = seen["x"].reshape(n, -1, seen["x"].shape[-1])
     if getattr(layer, "bias", None) is not None:
         a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
-    g = rows(name, f, [seen["z"]]).reshape(n, -1, c, *seen["z"].shape)  # (n, q, c, n, ...)
+    g = backward_rows(f, [seen["z"]]).reshape(n, -1, c, *seen["z"].shape)  # (n, q, c, n, ...)
     g = g[range(n), :, :, range(n)]
     g = g.movedim(3, -1) if isinstance(layer, nn.Conv2d) else g
     g = g.reshape(n, g.shape[1], c, -1, g.shape[-1])  # (n, q, c, s, o)
@@ -271,10 +249,6 @@ def standing(net: Any, module: str) -> Tensor:
     if layer.bias is not None:
         matrix = torch.cat([matrix, where[f"{module}.bias"].unsqueeze(-1)], -1)
     return matrix.reshape(-1)
-
-
-def curvature(la: Any) -> Tensor:
-    return linalg.to_dense(la.state.structure.operator(la.state, torch.ones(1, dtype=torch.float64)))
 
 
 # -- the laws ------------------------------------------------------------------------------------------------------

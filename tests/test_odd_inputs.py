@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import draw as normal
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.operators import linalg
 
@@ -31,10 +32,6 @@ STRUCTURES = {
     "diag": lw.curvature.Diagonal(),
 }
 NOISE, PRIOR = 0.6, 1.7
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def same(

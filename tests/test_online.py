@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from helpers import backward_rows, close
 from lapwing.errors import InvalidValue, LapwingWarning, NotConverged, Unsupported
 from lapwing.tune import surrogate
-
-
-def close(a: Tensor, b: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def trained(online: lw.OnlineEvidence, model: nn.Module, data: tuple[Tensor, Tensor], epochs: int) -> None:
@@ -163,7 +160,7 @@ def test_the_evidence_that_is_climbed_is_the_evidence(
     prior = lw.priors.Gaussian(1.0, per=per)
     for noise in (0.4, torch.tensor([0.4, 0.9, 1.3])):
         la = lw.laplace(mlp, regression, lw.likelihoods.Gaussian(noise), structure=structure, prior=prior)
-        climbed = lw.tune.online._fixed_curvature(la.state, la.prior, la.likelihood)
+        climbed = lw.training.climb.fixed_curvature(la.state, la.prior, la.likelihood)
         lam = torch.linspace(0.3, 2.2, la.prior.precision.numel(), dtype=torch.float64, requires_grad=True)
         sigma = (1.7 * torch.as_tensor(noise, dtype=torch.float64)).requires_grad_()
         now = la.prior.replace(precision=lam), lw.likelihoods.Gaussian(sigma)
@@ -172,6 +169,9 @@ def test_the_evidence_that_is_climbed_is_the_evidence(
         close(values[0], values[1], 1e-12)
         for a, b in zip(*slopes, strict=True):
             close(a, b, 1e-10)
+        operator = la.posterior.precision
+        assert lw.operators.linalg.is_diagonal(operator) == (structure == "diag")
+        assert lw.operators.linalg.to_dense(operator).fill_diagonal_(0).any() != (structure == "diag")
 
 
 def test_epochs_of_updates(mlp: nn.Module, classification: tuple) -> None:
@@ -255,13 +255,7 @@ def gated_evidence(model: Gated, x: Tensor, y: Tensor, likelihood: str, precisio
     """The whole evidence by dense autograd, at the model's gate and bend."""
     weights = [p for n, p in model.named_parameters() if n.startswith("fc")]
     f = model(x)
-    rows = torch.stack(
-        [
-            torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, weights, retain_graph=True)])
-            for value in f.reshape(-1)
-        ]
-    ).reshape(*f.shape, -1)
-    f = f.detach()
+    rows, f = backward_rows(f, weights), f.detach()
     if likelihood == "gaussian":
         hessian = torch.eye(2).double().expand(len(x), 2, 2) / SIGMA**2
         log_lik = torch.distributions.Normal(f, SIGMA).log_prob(y).sum()
@@ -410,17 +404,20 @@ def test_the_best_checkpoint_comes_back_with_its_evidence(mlp: nn.Module, classi
     assert torch.isfinite(la.predict(classification[0]).probs).all()
 
 
-def test_a_resumed_training_is_the_same_training(classification: tuple) -> None:
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_a_resumed_training_is_the_same_training(likelihood: str, request: pytest.FixtureRequest) -> None:
+    x, y = request.getfixturevalue("regression" if likelihood == "gaussian" else "classification")
+
     def make() -> tuple[nn.Module, lw.OnlineEvidence]:
         torch.manual_seed(5)
         net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-        return net, lw.OnlineEvidence(net, classification, "categorical", burn_in=1, every=2)
+        return net, lw.OnlineEvidence(net, (x, y), likelihood, burn_in=1, every=2)
 
     def run(net: nn.Module, online: lw.OnlineEvidence, epochs: int) -> None:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.03)
         for _ in range(epochs):
             optimizer.zero_grad()
-            online.loss(net(classification[0]), classification[1]).backward()
+            online.loss(net(x), y).backward()
             optimizer.step()
             online.step()
 
@@ -438,6 +435,7 @@ def test_a_resumed_training_is_the_same_training(classification: tuple) -> None:
     run(other_net, second, 4)
     assert second.history == whole.history
     assert torch.equal(second.prior.precision, whole.prior.precision)
+    assert second.likelihood.hyperparameters == whole.likelihood.hyperparameters
     assert second.best is not None
     assert whole.best is not None
     assert second.best.log_evidence == whole.best.log_evidence
@@ -555,15 +553,15 @@ def test_diverged_training_is_said(mlp: nn.Module, classification: tuple) -> Non
     assert torch.isfinite(mlp[0].weight).all()
 
 
-@pytest.mark.parametrize("where", ["log_evidence", "_fixed_curvature"])
+@pytest.mark.parametrize("where", ["history.log_evidence", "climb.fixed_curvature"])
 def test_an_evidence_that_is_not_finite_changes_nothing(
     mlp: nn.Module, classification: tuple, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     online = lw.OnlineEvidence(mlp, classification, "categorical", burn_in=1, every=1)
     prior = online.prior
     nan = torch.tensor(math.nan, requires_grad=True)
-    broken = (lambda *a: nan.detach()) if where == "log_evidence" else (lambda *a: lambda *b: nan)
-    monkeypatch.setattr(sys.modules["lapwing.tune.online"], where, broken)
+    broken = (lambda *a: nan.detach()) if where.endswith("evidence") else (lambda *a: lambda *b: nan)
+    monkeypatch.setattr(f"lapwing.training.{where}", broken)
     with pytest.raises(NotConverged, match="became nan"):
         online.step()
     assert online.prior is prior
@@ -606,6 +604,6 @@ def test_updates_leave_nothing_behind_in_the_prior() -> None:
     data = torch.randn(20, 3), torch.randint(2, (20,))
     online = lw.OnlineEvidence(model, data, "categorical", every=1, burn_in=1, steps=2)
     trained(online, model, data, 1)
-    before = set(online.prior.cache)
+    before = vars(online.prior.grouping).keys()
     trained(online, model, data, 4)
-    assert set(online.prior.cache) == before
+    assert vars(online.prior.grouping).keys() == before

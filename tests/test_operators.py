@@ -1,15 +1,13 @@
 """Every operator against the dense matrix that it stands for.
 
-`Compliance` is the suite. A new operator inherits it by giving `curvature(generator)`: the operator H as its
-structure would make it, without a prior, and the same H as a dense tensor. The suite scales and shifts it and holds
-every verb against plain dense linear algebra. An operator that cannot take some kind of prior leaves that kind out
-of `shifts`: it must then raise Unsupported; `index` says which entries share a value in the grouped kind.
+`lapwing.testing.check_operator` holds the laws. An operator joins by `curvature(generator)`: the operator H as its
+structure would make it, without a prior, and the same H as a dense tensor. One that cannot take some kind of prior
+leaves that kind out of `shifts`; `index` says which entries share a value in the grouped kind.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -20,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
+import lapwing as lw
+from helpers import close, seeded
 from lapwing.errors import LapwingError, LapwingWarning, NotPositiveDefinite, Unsupported
 from lapwing.operators import (
     Blocks,
@@ -40,17 +39,6 @@ from lapwing.operators.root import Pair
 
 KINDS = ("uniform", "grouped", "element")
 SEEDS = (0, 1)
-SCALES = (None, 0.3)
-BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3))
-Z = 5.0  # standard errors: a false alarm once in a million
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -61,19 +49,8 @@ def positive(generator: torch.Generator, *shape: int) -> Tensor:
     return 0.5 + torch.rand(*shape, generator=generator, dtype=torch.float64)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each law over the kinds of prior that the operator takes."""
-    if metafunc.cls is None or not issubclass(metafunc.cls, Compliance):
-        return
-    kinds = metafunc.cls.shifts
-    if "pair" in metafunc.fixturenames:
-        metafunc.parametrize("pair", [(kind, s) for kind in kinds for s in SCALES], ids=str, indirect=True)
-    if "kind" in metafunc.fixturenames:
-        metafunc.parametrize("kind", kinds)
-
-
 class Compliance:
-    """The laws of an operator. p is the size of whatever `curvature` makes."""
+    """An operator and what it stands for. p is the size of whatever `curvature` makes."""
 
     shifts: tuple[str, ...] = KINDS
 
@@ -99,196 +76,10 @@ class Compliance:
         values = d.values.expand(d.size) if d.index is None else d.values[d.index]
         return values.diag()
 
-    @pytest.fixture
-    def pair(self, request: pytest.FixtureRequest) -> tuple[Any, Tensor]:
-        """M = s·H + diag(d) as an operator and as a dense tensor."""
-        kind, s = request.param
-        generator = seeded(SCALES.index(s))
-        op, dense = self.curvature(generator)
-        d = self.prior(kind, len(dense), generator)
-        if s is not None:
-            op, dense = linalg.scale(op, torch.tensor(s, dtype=torch.float64)), s * dense
-        return linalg.shift(op, d), dense + self.spread(d)
-
-    # -- products and entries -------------------------------------------------------------------------------------
-
     @pytest.mark.parametrize("seed", SEEDS)
-    def test_the_curvature_alone_is_its_dense_matrix(self, seed: int) -> None:
+    def test_it_keeps_the_laws_of_operators(self, seed: int) -> None:
         op, dense = self.curvature(seeded(seed))
-        v = normal(seeded(seed), 2, len(dense))
-        close(linalg.to_dense(op), dense)
-        close(linalg.mv(op, v), v @ dense)
-        close(linalg.diagonal(op), dense.diagonal())
-        assert op.size == len(dense)
-
-    def test_to_dense(self, pair: tuple[Any, Tensor]) -> None:
-        op, dense = pair
-        close(linalg.to_dense(op), dense)
-
-    def test_diagonal(self, pair: tuple[Any, Tensor]) -> None:
-        op, dense = pair
-        close(linalg.diagonal(op), dense.diagonal())
-
-    def test_mv_for_any_batch_shape(self, pair: tuple[Any, Tensor]) -> None:
-        op, dense = pair
-        for shape in BATCHES:
-            v = normal(seeded(2), *shape, len(dense))
-            close(linalg.mv(op, v), v @ dense)
-
-    def test_traces_over_groups(self, pair: tuple[Any, Tensor]) -> None:
-        op, dense = pair
-        p = len(dense)
-        indices = {"uniform": torch.zeros(p).long(), "grouped": self.index(p), "element": torch.arange(p)}
-        for kind, index in indices.items():
-            expected = torch.stack([dense.diagonal()[index == g].sum() for g in range(int(index.max()) + 1)])
-            close(linalg.traces(op, self.prior(kind, p, seeded(0))), expected)
-
-    def test_shifts_and_scales_compose(self, pair: tuple[Any, Tensor]) -> None:
-        """2·(M + d I) + d I, one verb after the other."""
-        op, dense = pair
-        p, two = len(dense), torch.tensor(2.0, dtype=torch.float64)
-        d = Diagonal(torch.tensor([0.7], dtype=torch.float64), p)
-        twice = linalg.shift(linalg.scale(linalg.shift(op, d), two), d)
-        expected = 2 * dense + 2.1 * torch.eye(p, dtype=torch.float64)
-        close(linalg.to_dense(twice), expected)
-        close(linalg.logdet(twice), torch.logdet(expected))
-        close(linalg.mv(twice, dense[0]), expected @ dense[0])
-        close(linalg.to_dense(op), dense)  # and M is what it was
-
-    # -- inverses -------------------------------------------------------------------------------------------------
-
-    def test_solve_for_any_batch_shape(self, pair: tuple[Any, Tensor]) -> None:
-        op, dense = pair
-        for shape in BATCHES:
-            b = normal(seeded(3), *shape, len(dense))
-            close(linalg.solve(op, b), b @ torch.linalg.inv(dense))
-
-    def test_solve_undoes_mv(self, pair: tuple[Any, Tensor]) -> None:
-        op, dense = pair
-        v = normal(seeded(4), 3, len(dense))
-        close(linalg.solve(op, linalg.mv(op, v)), v)
-
-    def test_covariance_per_example(self, pair: tuple[Any, Tensor]) -> None:
-        op, dense = pair
-        x = normal(seeded(5), 4, 3, len(dense))
-        close(linalg.covariance(op, x), x @ torch.linalg.inv(dense) @ x.mT)
-
-    def test_joint_covariance(self, pair: tuple[Any, Tensor]) -> None:
-        op, dense = pair
-        x = normal(seeded(6), 1, 4 * 3, len(dense))
-        close(linalg.covariance(op, x), x @ torch.linalg.inv(dense) @ x.mT)
-
-    def test_draws_have_mean_zero_and_covariance_the_inverse(self, pair: tuple[Any, Tensor]) -> None:
-        """Whitened by the Cholesky factor of the dense M, draws are N(0, I): first and second moments."""
-        op, dense = pair
-        n, p = 4000, len(dense)
-        draws = linalg.draw(op, n, seeded(8))
-        assert draws.shape == (n, p)
-        assert draws.dtype == torch.float64
-        white = draws @ torch.linalg.cholesky(dense)  # M = LLᵀ, so Lᵀz ~ N(0, I)
-        assert float(white.mean(0).abs().max()) * math.sqrt(n) < Z
-        error = math.sqrt(n) * (white.mT @ white / n - torch.eye(p, dtype=torch.float64))
-        assert float(error.diagonal().abs().max()) / math.sqrt(2) < Z
-        assert float((error - error.diagonal().diag()).abs().max()) < Z
-
-    def test_draws_come_from_the_generator_alone(self, pair: tuple[Any, Tensor]) -> None:
-        op, _ = pair
-        before = torch.random.get_rng_state()
-        a, b, c = (linalg.draw(op, 3, seeded(seed)) for seed in (1, 1, 2))
-        assert torch.equal(a, b)
-        assert not torch.equal(a, c)
-        assert not torch.equal(a[0], a[1])
-        assert torch.equal(torch.random.get_rng_state(), before)
-
-    # -- log-determinants ------------------------------------------------------------------------------------------
-
-    def test_logdet(self, pair: tuple[Any, Tensor]) -> None:
-        op, dense = pair
-        close(linalg.logdet(op), torch.logdet(dense))
-        linalg.solve(op, dense[0])  # with a factorization at hand, too
-        close(linalg.logdet(op), torch.logdet(dense))
-
-    @pytest.mark.parametrize("seed", SEEDS)
-    def test_logdet_is_differentiable_in_scale_and_shift(self, kind: str, seed: int) -> None:
-        op, dense = self.curvature(seeded(seed))
-        d = self.prior(kind, len(dense), seeded(seed))
-        at = torch.tensor(0.8, dtype=torch.float64), d.values
-        ours = [t.clone().requires_grad_() for t in at]
-        theirs = [t.clone().requires_grad_() for t in at]
-        value = linalg.logdet(linalg.shift(linalg.scale(op, ours[0]), Diagonal(ours[1], d.size, d.index)))
-        expected = torch.logdet(theirs[0] * dense + self.spread(Diagonal(theirs[1], d.size, d.index)))
-        close(value, expected)
-        for a, b in zip(torch.autograd.grad(value, ours), torch.autograd.grad(expected, theirs), strict=True):
-            close(a, b)
-
-    def test_logdet_gradient_equals_finite_differences(self, kind: str) -> None:
-        op, dense = self.curvature(seeded(0))
-        d = self.prior(kind, len(dense), seeded(0))
-        s = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
-        values = d.values.clone().requires_grad_()
-
-        def logdet(s: Tensor, values: Tensor) -> Tensor:
-            return linalg.logdet(linalg.shift(linalg.scale(op, s), Diagonal(values, d.size, d.index)))
-
-        assert torch.autograd.gradcheck(logdet, (s, values), eps=1e-6, atol=1e-7, rtol=1e-6)
-
-    def test_logdet_keeps_its_gradient_after_other_verbs(self, kind: str) -> None:
-        """Whatever a verb caches, under no_grad or not, logdet's gradient stays the same."""
-        op, dense = self.curvature(seeded(0))
-        d = self.prior(kind, len(dense), seeded(0))
-        values = d.values.clone().requires_grad_()
-        moved = linalg.shift(op, Diagonal(values, d.size, d.index))
-        expected = torch.autograd.grad(torch.logdet(dense + self.spread(Diagonal(values, d.size, d.index))), values)[0]
-        with torch.no_grad():
-            linalg.solve(moved, dense[0])
-            linalg.logdet(moved)
-        close(torch.autograd.grad(linalg.logdet(moved), values, retain_graph=True)[0], expected)
-        close(torch.autograd.grad(linalg.logdet(moved), values)[0], expected)
-
-    def test_solve_draw_and_covariance_carry_no_gradient(self, kind: str) -> None:
-        """Their factorizations carry none, so half of one would be a wrong one; in what they act on, they do."""
-        op, dense = self.curvature(seeded(0))
-        d = self.prior(kind, len(dense), seeded(0))
-        s = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
-        moving = Diagonal(d.values.clone().requires_grad_(), d.size, d.index)
-        moved = linalg.shift(linalg.scale(op, s), moving)
-        inverse = torch.linalg.inv(0.8 * dense + self.spread(d))
-        x = normal(seeded(9), 2, 3, len(dense))
-        assert not linalg.solve(moved, x).requires_grad
-        assert not linalg.draw(moved, 2, seeded(0)).requires_grad
-        assert not linalg.covariance(moved, x).requires_grad
-        x.requires_grad_()
-        weights = normal(seeded(10), *x.shape)
-        close(torch.autograd.grad((weights * linalg.solve(moved, x)).sum(), x)[0], weights @ inverse)
-
-    # -- sharing --------------------------------------------------------------------------------------------------
-
-    def test_shifts_that_share_factorizations_do_not_mix(self) -> None:
-        """Every verb of M + d for one prior after the other, over one curvature, equals that over a fresh one."""
-        shared, dense = self.curvature(seeded(0))
-        p = len(dense)
-        x = normal(seeded(1), 2, 3, p)
-        turned = self.index(p).roll(1)  # as many groups, elsewhere
-        priors = [self.prior(kind, p, seeded(i)) for i, kind in enumerate(self.shifts * 2)]
-        if "grouped" in self.shifts and "element" in self.shifts:
-            priors.append(Diagonal(positive(seeded(5), int(turned.max()) + 1), p, turned))
-        for d in priors:
-            values = d.values.clone().requires_grad_()
-            op, exact = linalg.shift(shared, Diagonal(values, p, d.index)), dense + self.spread(d)
-            close(linalg.logdet(op), torch.logdet(exact))
-            close(torch.autograd.grad(linalg.logdet(op), values)[0].sum(), torch.linalg.inv(exact).trace())
-            op = linalg.shift(shared, d)
-            close(linalg.logdet(op), torch.logdet(exact))
-            close(linalg.solve(op, x), x @ torch.linalg.inv(exact))
-            close(linalg.covariance(op, x), x @ torch.linalg.inv(exact) @ x.mT)
-            doubled = linalg.scale(op, torch.tensor(2.0, dtype=torch.float64))
-            close(linalg.logdet(doubled), torch.logdet(2 * exact))
-
-    def test_a_prior_it_cannot_take_is_refused(self) -> None:
-        op, dense = self.curvature(seeded(0))
-        for kind in set(KINDS) - set(self.shifts):
-            with pytest.raises(Unsupported):
-                linalg.logdet(linalg.shift(op, self.prior(kind, len(dense), seeded(0))))
+        lw.testing.check_operator(op, dense, self.shifts, self.index(len(dense)), seed)
 
 
 def gram(generator: torch.Generator, m: int, p: int) -> Tensor:
@@ -706,7 +497,7 @@ def test_a_positive_definite_matrix_takes_no_jitter() -> None:
     close(factor @ factor.mT, matrix)
     op = linalg.shift(Dense(matrix), Diagonal(torch.ones(1, dtype=torch.float64), 6))
     linalg.solve(op, matrix[0])
-    assert op.cache["jitter"] == 0.0
+    assert op.memo.jitter == 0.0
 
 
 def test_rounding_takes_a_jitter_that_is_said_and_recorded() -> None:
@@ -723,7 +514,7 @@ def test_rounding_takes_a_jitter_that_is_said_and_recorded() -> None:
         linalg.draw(op, 2, seeded(0))
     with no_warning():
         linalg.solve(op, matrix[0])  # the same factor: said once
-    assert op.cache["jitter"] == expected
+    assert op.memo.jitter == expected
 
 
 @pytest.mark.parametrize("least", [-0.5, -1e-6])
@@ -787,9 +578,9 @@ def test_the_clipping_of_a_rank_deficient_curvature_is_reported(form: str) -> No
     close(value, torch.logdet(r.mT @ r + 0.5 * torch.eye(40, dtype=torch.float64)))
     gram_matrix = r.mT @ r if form == "primal" else r @ r.mT
     raw = torch.linalg.eigvalsh(gram_matrix)
-    assert curvature.cache["clipping"] == {"clipped": float((raw < 0).sum()), "least": float(raw.min())}
-    assert curvature.cache["clipping"]["clipped"] > 0  # or this test checks nothing
-    assert float(curvature.cache["eigenvalues"].min()) >= 0.0
+    assert curvature.memo.spectrum(None).clipping == {"clipped": float((raw < 0).sum()), "least": float(raw.min())}
+    assert curvature.memo.spectrum(None).clipping["clipped"] > 0  # or this test checks nothing
+    assert float(curvature.memo.spectrum(None).eigenvalues.min()) >= 0.0
 
 
 def test_a_precision_with_nan_is_an_error_that_says_so() -> None:

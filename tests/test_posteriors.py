@@ -245,6 +245,34 @@ def test_the_log_joint_is_its_sum() -> None:
         lw.log_joint(net, (x, y), "gaussian", "gprior")
 
 
+@pytest.mark.parametrize("kind", ["laplace", "particles", "mixture", "process"])
+def test_every_posterior_keeps_the_laws(kind: str) -> None:
+    la, new = lw.laplace(network(), points(), "gaussian", prior=2.0), torch.randn(4, 3).double()
+    tangent = la.tangent
+    V = 0.1 * torch.randn(4, tangent.layout.size).double()
+
+    def features(x: Tensor) -> tuple[Tensor, Tensor]:
+        return tangent(x), torch.einsum("ncp,kp->knc", tangent.rows(x), V)
+
+    made = {
+        "laplace": la.posterior,
+        "particles": particles(s=40),
+        "mixture": lw.mixture([la, fitted()]).posterior,
+        "process": lw.posterior.Process(tangent, features, torch.eye(4).double(), torch.ones(()).double()),
+    }
+    lw.testing.check_posterior(made[kind], new)
+
+
+def test_a_posterior_that_breaks_a_law_is_told_which() -> None:
+    class Wide(lw.posterior.Particles):
+        def outputs(self, x: Tensor, joint: bool = False) -> lw.outputs.Draws:
+            made = super().outputs(x, joint)
+            return made.scaled(4.0) if joint else made
+
+    with pytest.raises(lw.errors.BrokenLaw, match=r"breaks 1 law\(s\):\n  joint=True has the same marginals"):
+        lw.testing.check_posterior(Wide(particles().tangent, particles(s=40).weights), torch.randn(4, 3).double())
+
+
 # -- files and comparisons -----------------------------------------------------------------------------------------
 
 

@@ -16,20 +16,13 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, Normal
 
 import lapwing as lw
+from helpers import close, draw
 
 SEEDS = (0, 1, 2)
 LIKELIHOODS = ("gaussian", "per output", "categorical", "bernoulli")
 CLASS_LIKELIHOODS = {"categorical": lw.likelihoods.Categorical(), "bernoulli": lw.likelihoods.Bernoulli()}
 DRAWS = 100_000
 ERROR = 6 * 0.5 / math.sqrt(DRAWS)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def fitted(kind: str, seed: int = 0, n: int = 9, structure: object = "full", prior: float = 1.0) -> lw.Laplace:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from torch.testing import assert_close
 
+import helpers
 import lapwing as lw
 from lapwing.likelihoods import (
     Bernoulli,
@@ -48,7 +49,7 @@ SCALES = (1e-3, 1.0, 6.0, 200.0)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    helpers.close(actual, expected, tolerance)
 
 
 def outputs(seed: int, c: int, scale: float, n: int = 5) -> tuple[Tensor, Tensor]:

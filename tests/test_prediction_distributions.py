@@ -17,15 +17,12 @@ from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing.likelihoods import Poisson, special
 from lapwing.outputs import nodes
 from lapwing.predictive import quantiles
 
 SEEDS = (0, 1)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def gaussian_outputs(seed: int, n: int = 4, c: int = 2, scale: float = 0.6) -> tuple[Tensor, Tensor]:

@@ -14,15 +14,12 @@ from torch import Tensor, distributions, nn
 from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.operators import Diagonal, linalg
+from lapwing.operators import Diagonal
 from lapwing.priors import Gaussian, GPrior, Prior
 from lapwing.tangent import linearize
 from lapwing.tree import Layout
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def layout_of(model: nn.Module) -> Layout:
@@ -121,14 +118,15 @@ def test_the_density_of_a_gaussian_under_vmap(per: str) -> None:
     close(found, distributions.Normal(mean, deviation).log_prob(v).sum(-1), 1e-12)
 
 
-def test_the_quadratic_of_a_gaussian_is_its_hessian_everywhere() -> None:
-    layout = layout_of(nn.Linear(3, 2))
-    prior = Gaussian(1.0, per="unit", mean=0.2).bind(layout).replace(precision=torch.tensor([2.0, 5.0]))
-    v = torch.randn(layout.size, dtype=torch.float64)
-    hessian = torch.autograd.functional.hessian(lambda w: prior.log_prob(layout.unflatten(w)), v)
-    a, shifted = prior.quadratic(v)
-    close(linalg.to_dense(a), -hessian)
-    close(shifted, -hessian @ torch.full_like(v, 0.2))
+@pytest.mark.parametrize("per", ["all", "layer", "unit", "input", "weight"])
+def test_a_gaussian_keeps_the_laws_of_priors(per: str) -> None:
+    lw.testing.check_prior(Gaussian(2.5, per=per, mean=0.3))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gaussians_of_several_values_keep_the_laws_of_priors(seed: int) -> None:
+    for prior in (Gaussian({"0.*": 0.5, "2.*": 3.0}), Gaussian(torch.tensor([2.0, 5.0]), per="layer", mean=0.2)):
+        lw.testing.check_prior(prior, seed=seed)
 
 
 def test_draws_have_the_moments_of_the_prior() -> None:
@@ -140,13 +138,6 @@ def test_draws_have_the_moments_of_the_prior() -> None:
         assert w.shape == (n, *model.get_parameter(name).shape)
         assert abs(float(w.mean()) - 1) < 5 * deviation / n**0.5
         assert abs(float(w.std()) / deviation - 1) < 5 / (2 * n) ** 0.5
-
-
-def test_draws_answer_to_their_generator_alone() -> None:
-    model, before = nn.Linear(3, 2), torch.random.get_rng_state()
-    first, again = (Gaussian(2.0).draw(model, 3, torch.Generator().manual_seed(5)) for _ in range(2))
-    assert torch.equal(first["weight"], again["weight"])
-    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_a_gprior_draws_where_it_has_seen_a_curvature() -> None:
@@ -220,6 +211,14 @@ def data(seed: int = 0, n: int = 12, inputs: int = 3, outputs: int = 2) -> tuple
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
     return model, x, y
+
+
+OWN = [Laplacian(0.7), Laplacian(0.7, per="unit"), Laplacian({"0.*": 0.5, "2.*": 3.0}), Plain()]
+
+
+@pytest.mark.parametrize("prior", OWN)
+def test_priors_of_ones_own_keep_the_laws_of_priors(prior: Prior) -> None:
+    lw.testing.check_prior(prior)
 
 
 def test_the_density_of_a_laplacian_is_torchs() -> None:
@@ -340,7 +339,7 @@ def test_what_needs_a_gaussian_refuses_others_by_name(tmp_path: Path) -> None:
         with pytest.raises(Unsupported, match=r"Laplacian|element-wise"):
             call()
     with pytest.raises(Unsupported, match="Laplacian"):
-        lw.tune.OnlineEvidence(model, (x, y), "gaussian", prior=Laplacian())
+        lw.OnlineEvidence(model, (x, y), "gaussian", prior=Laplacian())
 
 
 def test_a_weight_that_is_zero_is_named() -> None:

@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributions, nn
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import close
 from lapwing import tree
 from lapwing.errors import InvalidValue
 from lapwing.operators import linalg
 from lapwing.priors import Gaussian
 from lapwing.tangent import linearize
 from lapwing.tree import Layout
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 class Net(nn.Module):
@@ -348,7 +344,7 @@ def test_a_state_tells_priors_of_other_groups_and_means_apart(structure: str) ->
     found = [float(lw.evidence.log_evidence(state, prior, likelihood)) for prior in [*bound, *bound]]
     alone = []
     for prior in bound:
-        state.cache.clear()
+        state.memo.clear()
         alone.append(float(lw.evidence.log_evidence(state, prior, likelihood)))
     assert found == pytest.approx([*alone, *alone], rel=1e-12)
     assert len(set(alone)) == len(alone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import lapwing as lw
+from helpers import representatives
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(lw.__file__).parent
@@ -35,6 +37,7 @@ def test_the_layers_of_a_page_are_those_that_are_checked(page: str) -> None:
     checked = [{name.strip().removeprefix("lapwing.") for name in row.split("|")} for row in contract["layers"]]
     (said,) = re.findall(r"errors, splitmix < [\w\s,<]*", (ROOT / page).read_text(encoding="utf-8"))
     assert layers_of(said) == checked[::-1]
+    assert "ignore_imports" not in contract
 
 
 @pytest.mark.parametrize("path", sorted({*re.findall(r"`([\w/]+\.(?:py|md|toml))`", GUIDE)}))
@@ -54,6 +57,15 @@ def test_names_that_the_guide_gives_exist(name: str) -> None:
     found = importlib.import_module(f"lapwing.{head}")
     for part in rest:
         found = getattr(found, part)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (2, 5, 3), (4, 4, 4)])
+def test_the_quick_tier_has_every_value_of_every_parameter(sizes: tuple[int, ...]) -> None:
+    """With as few cases as the longest parameter has values."""
+    cases = [dict(enumerate(case)) for case in itertools.product(*map(range, sizes))]
+    kept = [cases[i] for i in representatives(cases)]
+    assert {pair for case in kept for pair in case.items()} == {pair for case in cases for pair in case.items()}
+    assert len(kept) == max(sizes)
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -5,26 +5,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
+import helpers
 import lapwing as lw
+from helpers import normal
 from lapwing.errors import LapwingWarning, Unsupported
 from lapwing.operators import linalg
+from lapwing.tangent import proof
 
 SLOW = "ignore:this network"
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    assert_close(actual, expected, rtol=1e-8, atol=1e-9)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+close = partial(helpers.close, absolute=1e-9)
 
 
 # -- PReLU, whose weight gradient torch batches wrongly ----------------------------------------------------------------
@@ -87,7 +85,7 @@ def test_a_loaded_fit_proves_anew(tmp_path: Any) -> None:
     la = lw.laplace(net, (x, torch.arange(2)), "categorical", structure="diag")
     la.save(tmp_path / "fit")
     loaded = lw.load(tmp_path / "fit", prelu(2))
-    assert "rows" not in loaded.tangent.route
+    assert loaded.tangent.facts.rows is None
     assert torch.equal(loaded.predict(x).covariance, la.predict(x).covariance)
 
 
@@ -236,8 +234,8 @@ def test_rounding_is_no_error(dtype: torch.dtype, scale: float) -> None:
     tangent.vjps(x, normal(4, 9, 2).to(dtype))
     tangent.jvps(x, normal(4, tangent.layout.size).to(dtype))
     tangent.through(x, normal(tangent.layout.size).to(dtype), lambda _, jv: jv)
-    assert tangent.route["rows"] == "vmap"
-    assert not {"vjps", "jvps", "through"} & set(tangent.route)
+    assert tangent.facts.rows == "vmap"
+    assert not tangent.facts.closed
 
 
 def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,3 +245,41 @@ def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tangent.pulled(2 * x, u)
     with pytest.raises(TypeError):
         tangent.pulled(x[:2], u[:2])
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_route_that_fails_or_is_wrong_is_tried_once(fails: bool) -> None:
+    tangent, runs = lw.linearize(prelu(2)), []
+
+    def run() -> int:
+        runs.append(1)
+        if fails:
+            raise RuntimeError("no batching rule")
+        return 1
+
+    assert [proof.attempt(tangent, "own", (), run, lambda _: False) for _ in range(3)] == [None] * 3
+    assert len(runs) == 1
+    assert tangent.facts.closed == {"own"}
+    assert proof.attempt(tangent, "another", (), lambda: 2, lambda _: True) == 2
+
+
+def test_want_of_memory_closes_no_route() -> None:
+    tangent = lw.linearize(prelu(2))
+
+    def run() -> int:
+        raise RuntimeError("can't allocate memory")
+
+    with pytest.raises(RuntimeError, match="allocate"):
+        proof.attempt(tangent, "own", (), run, lambda _: True)
+    assert not tangent.facts.closed
+
+
+def test_a_model_at_weights_nearby_knows_only_how_batches_are_cut() -> None:
+    tangent = lw.linearize(prelu(2))
+    tangent.rows(normal(3, 2))
+    tangent.facts.closed.add("vjps")
+    for at in proof.moved(tangent):
+        assert at.facts.separable
+        assert at.facts.rows is None
+        assert not at.facts.closed | at.facts.proved
+    assert tangent.facts.proved

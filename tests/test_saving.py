@@ -19,18 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lapwing as lw
+from helpers import draw
+from helpers import normed as network
 from lapwing import files, registry
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def network() -> nn.Module:
-    """3 -> 4 -> 2 with a buffer that matters; p = 34."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
-    nn.init.normal_(net[1].weight), nn.init.normal_(net[1].running_mean), nn.init.uniform_(net[1].running_var, 0.5, 2)
-    return net
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -51,7 +42,7 @@ def header_of(path: Path) -> dict:
 
 def assert_same(loaded: lw.Laplace, saved: lw.Laplace, new: object) -> None:
     """Every number equal, bit for bit; from a clean start, since a factorization that is there changes the route."""
-    saved = replace(saved, state=replace(saved.state, cache={}))
+    saved = replace(saved, state=replace(saved.state, memo=lw.curvature.Memo()))
     for part in ("sums", "statistics"):
         mine, theirs = getattr(saved.state, part), getattr(loaded.state, part)
         assert mine.keys() == theirs.keys()
@@ -649,7 +640,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Loose:
+class Loose(lw.curvature.Structure):
     """A structure of its own, as CONTRIBUTING.md has it, that no file can name."""
 
     scale: float = 1.0

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from helpers import close, draw
 from lapwing.solvers.lanczos import krylov
 from lapwing.solvers.sketch import Hartley
 
@@ -17,14 +18,6 @@ CPU = torch.device("cpu")
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(50 + seed)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 # -- the sketch --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lapwing as lw
+from helpers import close, draw
 
 STRUCTURES = {
     "primal": lw.curvature.Full("primal"),
@@ -21,14 +22,6 @@ STRUCTURES = {
     "kron": lw.curvature.Kronecker(),
 }
 LIKELIHOODS = ("gaussian", "per output", "categorical", "bernoulli")
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def mlp() -> nn.Module:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import backward_rows, close, integers
+from helpers import normal as numbers
 from lapwing.curvature import Kronecker
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Categorical, Gaussian
@@ -24,19 +26,6 @@ from lapwing.operators import linalg
 from lapwing.outputs import WIDE
 from lapwing.predictive import predict
 from lapwing.push import runs
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
-
 
 # -- networks ------------------------------------------------------------------------------------------------------
 
@@ -133,13 +122,7 @@ def spaced(la: Any, per: str) -> Any:
 def rows(name: str, n: int, seed: int) -> tuple[Tensor, Tensor]:
     """Inputs, and the Jacobian of their outputs by reverse mode, (n, ..., c, p)."""
     net, x = copy.deepcopy(network(name)).eval(), NETWORKS[name][1](n, seed)
-    parameters, out = list(net.parameters()), net(x)
-    each = []
-    for value in out.reshape(-1):
-        grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-        pairs = zip(grads, parameters, strict=True)
-        each.append(torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs]))
-    return x, torch.stack(each).reshape(*out.shape, -1)
+    return x, backward_rows(net(x), net.parameters())
 
 
 # -- covariances ---------------------------------------------------------------------------------------------------
@@ -396,7 +379,6 @@ def test_one_layer_whose_outputs_are_cut_into_positions(structure: str) -> None:
     la = lw.laplace(net, (x, integers(3, 20, 4)), "categorical", structure=structure)
     M = linalg.to_dense(la.posterior.precision)
     f = net(new)
-    rows = [torch.autograd.grad(one, list(net.parameters()), retain_graph=True) for one in f.reshape(-1)]
-    J = torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows]).reshape(5, 4, 3, -1)
+    J = backward_rows(f, net.parameters())
     pred = la.predict(new)
     close(pred.covariance, torch.einsum("nqap,pr,nqbr->nqab", J, torch.linalg.inv(M), J))

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 import lapwing as lw
+from helpers import backward_rows, close, integers
+from helpers import normal as numbers
 from lapwing.curvature import Block, Diagonal, Factor, Full, Kronecker, accumulate
 from lapwing.curvature.factor import output_factor
 from lapwing.errors import InvalidValue, Unsupported
@@ -28,18 +29,6 @@ from lapwing.operators import linalg
 from lapwing.tangent import linearize
 
 N, C = 5, 3
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def filled(net: nn.Module) -> Any:
@@ -101,12 +90,7 @@ def case(name: str) -> tuple[Any, Tensor, Tensor]:
 @cache
 def jacobians(name: str) -> Tensor:
     net, x, _ = case(name)
-    parameters = list(net.parameters())
-    rows = [
-        torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, parameters, retain_graph=True)])
-        for value in net(x).reshape(-1)
-    ]
-    return torch.stack(rows).reshape(N, C, -1)
+    return backward_rows(net(x), net.parameters()).reshape(N, C, -1)
 
 
 @cache
@@ -261,15 +245,35 @@ def test_batches_order_and_shards_do_not_matter(name: str, structure: str, facto
         close(linalg.to_dense(operator(other)), linalg.to_dense(operator(whole)))
 
 
+def by_layer(G: Tensor) -> Tensor:
+    """The diagonal blocks of the two layers, of 16 and 10 weights, of the perceptron of `check_structure`."""
+    return torch.block_diag(G[:16, :16], G[16:, 16:])
+
+
+LAWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "primal": (Full("primal"), {"keeps": lambda G: G}),
+    "dual": (Full("dual"), {"keeps": lambda G: G}),
+    "diag": (Diagonal(), {"keeps": lambda G: G.diagonal().diag()}),
+    "block": (Block(), {"keeps": by_layer}),
+    "kron": (Kronecker(), {"shifts": ("uniform", "grouped")}),
+    "kron reduce": (Kronecker(sharing="reduce"), {"shifts": ("uniform", "grouped")}),
+    "ekfac": (lw.curvature.EigenKronecker(), {"shifts": ("uniform", "grouped"), "adds": False}),
+    "low rank": (lw.curvature.LowRank(), {"adds": False}),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", LAWS)
+def test_it_keeps_the_laws_of_structures(name: str, seed: int) -> None:
+    structure, options = LAWS[name]
+    lw.testing.check_structure(structure, **options, seed=seed)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_more_data_update_a_fit(structure: str) -> None:
+def test_it_keeps_the_laws_of_structures_on_a_convolution(structure: str) -> None:
     net, x, y = case("conv2d")
-    whole = lw.laplace(net, (x, y), "categorical", structure=STRUCTURES[structure])
-    first = lw.laplace(net, (x[:3], y[:3]), "categorical", structure=STRUCTURES[structure])
-    first.log_evidence(), first.predict(x).covariance  # factorizations of the first data do not linger
-    parts = first.updated((x[3:], y[3:]))
-    close(parts.log_evidence(), whole.log_evidence())
-    close(parts.predict(x).covariance, whole.predict(x).covariance)
+    shifts = ("uniform", "grouped") if "kron" in structure else ("uniform", "grouped", "element")
+    lw.testing.check_structure(STRUCTURES[structure], problem=(net, x, y, Categorical()), shifts=shifts)
 
 
 def test_states_of_different_sharing_or_factor_do_not_add() -> None:

@@ -18,16 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from helpers import HalfDead, backward_rows, close, draw
 
 METHODS = ("mackay", "evidence")
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 class Standardized(nn.Linear):
@@ -94,10 +87,11 @@ def dense(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """f (n·c,), J (n·c, p) and θ (p,), by autograd."""
     params = list(model.parameters())
     f = model(x)
-    rows = [
-        torch.cat([g.reshape(-1) for g in torch.autograd.grad(o, params, retain_graph=True)]) for o in f.reshape(-1)
-    ]
-    return f.detach().reshape(-1), torch.stack(rows), torch.cat([p.detach().reshape(-1) for p in params])
+    return (
+        f.detach().reshape(-1),
+        backward_rows(f.reshape(-1), params),
+        torch.cat([p.detach().reshape(-1) for p in params]),
+    )
 
 
 # -- identity 3: the error of the usual evidence, and what the right one is ----------------------------------------
@@ -382,18 +376,6 @@ def test_normalization_layers_are_named_where_the_naive_evidence_is_asked_for() 
         assert f"{short:.3g} nats below the tangent MAP" in tuned.tuning.note
         last = lw.laplace(model, (x, y), "gaussian", subset="last_layer")  # what follows the norm has a mode
         last.tuned(center="map", fixed=("noise",))
-
-
-class HalfDead(nn.Module):
-    """`dead` does not reach the output: the data say nothing about it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = nn.Linear(3, 2)
-        self.dead = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.live(x) + 0 * self.dead(x)
 
 
 @pytest.mark.filterwarnings("ignore:tuning stopped at a bound")

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing import assert_close
 
+import helpers
 import lapwing as lw
+from helpers import draw as normal
 from lapwing.operators import linalg
 
 Shape = tuple[int, ...]
@@ -346,12 +348,7 @@ def problem(case: Case, n: int, outputs: int) -> tuple[nn.Module, Tensor]:
     return net, torch.randn(n, 3, dtype=torch.float64)
 
 
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    assert_close(actual, expected, rtol=1e-8, atol=1e-9)
+close = partial(helpers.close, absolute=1e-9)
 
 
 @pytest.mark.filterwarnings(SLOW)

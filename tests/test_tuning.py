@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from helpers import HalfDead, close, draw
 
 METHODS = ("evidence", "mackay")
 PRIORS = {
@@ -24,14 +25,6 @@ PRIORS = {
     "weight": lw.priors.Gaussian(per="weight"),
     "mean": lw.priors.Gaussian(mean=0.1, per="layer"),
 }
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def mlp() -> nn.Module:
@@ -283,18 +276,6 @@ def test_tuning_says_how_it_went(method: str) -> None:
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------
-
-
-class HalfDead(nn.Module):
-    """`dead` does not reach the output: the data say nothing about it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = nn.Linear(3, 2)
-        self.dead = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.live(x) + 0 * self.dead(x)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -18,6 +18,8 @@ from lapwing import (
     selection,
     subsets,
     tangent,
+    testing,
+    training,
     tune,
 )
 from lapwing.api import Laplace, from_state, laplace, load
@@ -30,7 +32,7 @@ from lapwing.predictive import Prediction, predict
 from lapwing.selection import compare
 from lapwing.shell import Fitted, mixture
 from lapwing.tangent import linearize
-from lapwing.tune import OnlineEvidence
+from lapwing.training import OnlineEvidence
 
 __version__ = "0.1.0"
 
@@ -68,5 +70,7 @@ __all__ = [
     "selection",
     "subsets",
     "tangent",
+    "testing",
+    "training",
     "tune",
 ]

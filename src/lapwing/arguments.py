@@ -30,10 +30,13 @@ STRUCTURES = {
     "matrix_free": curvature.MatrixFree,
     "lowrank": curvature.LowRank,
 }
+FALLBACKS = ("kron", "diag")  # what the doctor recommends where "auto" does not fit, the best first
 LIKELIHOODS = {
     "gaussian": likelihoods.Gaussian,
     "categorical": likelihoods.Categorical,
     "bernoulli": likelihoods.Bernoulli,
+    "dirichlet": likelihoods.Dirichlet,
+    "dirichlet_bernoulli": likelihoods.DirichletBernoulli,
     "heteroscedastic": likelihoods.HeteroscedasticGaussian,
     "poisson": likelihoods.Poisson,
     "bradley_terry": likelihoods.BradleyTerry,
@@ -66,23 +69,35 @@ def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Prior:
     return prior.bind(layout, device)
 
 
-def as_structure(structure: Any, seen: Probe, memory_budget: int) -> Any:
+def automatic(seen: Probe) -> str:
+    """What structure="auto" is, by the size of the problem."""
+    return "full" if min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL else "kron"
+
+
+def planned(memory_budget: int) -> tuple[Any, ...]:
+    """The structures that the doctor compares."""
+    forms = (curvature.Full(form, memory_budget) for form in ("primal", "dual"))
+    return *forms, *(STRUCTURES[name](memory_budget=memory_budget) for name in ("kron", "block", "diag"))
+
+
+def as_structure(structure: Any, seen: Probe, memory_budget: int) -> curvature.Structure:
     """A structure by its name, with this memory budget, or as it is; "auto" goes by the size of the problem."""
-    if structure == "auto":
-        small = min(seen.parameters, seen.n * seen.outputs * seen.positions) <= SMALL
-        structure = "full" if small else "kron"
+    if isinstance(structure, str) and structure == "auto":
+        structure = automatic(seen)
     if isinstance(structure, str):
         if structure not in STRUCTURES:
             raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
         return STRUCTURES[structure](memory_budget=memory_budget)
-    if not hasattr(structure, "resolved") or isinstance(structure, type):
+    if not isinstance(structure, curvature.Structure):
         raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
     return structure
 
 
-def as_factor(factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: Any = None) -> Factor:
+def as_factor(
+    factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: curvature.Structure | None = None
+) -> Factor:
     """An output factor by its name, or as it is; "auto" goes by the number of outputs."""
-    if factor == "auto" and isinstance(structure, curvature.MatrixFree):
+    if factor == "auto" and structure is not None and structure.exact_factor_is_free:
         return Factor("exact")  # products with it cost nothing more
     if factor == "auto":
         several = len(likelihood.curvature_weights()) > 1  # noise per output: only the exact factor keeps it apart

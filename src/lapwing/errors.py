@@ -35,5 +35,9 @@ class RankFailed(LapwingError, RuntimeError):
     """Another process of the group failed, died or fell out of step."""
 
 
+class BrokenLaw(LapwingError, AssertionError):
+    """A part breaks laws of its protocol (`lapwing.testing`); the message names each, with its figures."""
+
+
 class LapwingWarning(UserWarning):
     """Something the user should know about, that does not make the answer wrong."""

@@ -19,27 +19,29 @@ import torch
 from torch import Tensor
 
 from lapwing.center import Center
-from lapwing.curvature import Block, Diagonal, Full, LowRank, MatrixFree, State
+from lapwing.curvature import State
 from lapwing.errors import InvalidValue
-from lapwing.operators import Streamed, linalg
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import linalg
 from lapwing.posterior import curvature, prior_precision
+from lapwing.priors import Prior
 from lapwing.solvers import Estimate
 from lapwing.solvers.estimate import mean_of
 
 
-def log_det_ratio(state: State, prior: Any, likelihood: Any) -> Tensor:
+def log_det_ratio(state: State, prior: Prior, likelihood: Likelihood) -> Tensor:
     """log|G + A| − log|A|."""
     a = prior_precision(prior, state)
     return linalg.logdet(linalg.shift(curvature(state, likelihood), a)) - a.logdet()
 
 
-def scatter(state: State, prior: Any, center: Center | None = None) -> Tensor:
+def scatter(state: State, prior: Prior, center: Center | None = None) -> Tensor:
     """‖v̄_g − m_g‖² for each prior group, (g,); v̄ is the trained weights unless a center is given."""
     if center is not None:
         return prior.scatter(center.vector)
-    kept = state.cache.get("scatter")
-    if kept is None or kept[0] is not prior.cache:  # one for each grouping, whatever the precisions
-        kept = state.cache["scatter"] = prior.cache, prior.scatter(state.tangent.theta)
+    kept = state.memo.scatter
+    if kept is None or kept[0] is not prior.grouping:  # one for each grouping, whatever the precisions
+        kept = state.memo.scatter = prior.grouping, prior.scatter(state.tangent.theta)
     return kept[1]
 
 
@@ -55,7 +57,7 @@ class Evidence:
     estimate: Estimate | None = None  # log Z with its standard error, where the Occam term is an estimate
 
 
-def decompose(state: State, prior: Any, likelihood: Any, center: Center | None = None) -> Evidence:
+def decompose(state: State, prior: Prior, likelihood: Likelihood, center: Center | None = None) -> Evidence:
     """The evidence at the trained weights or at a center, by its terms.
 
     At the tangent MAP it is differentiable in the hyperparameters without a derivative of v*: v* maximizes
@@ -69,25 +71,28 @@ def decompose(state: State, prior: Any, likelihood: Any, center: Center | None =
     return Evidence(found, fit, quadratic, occam, bound(state), _estimate(precision, found))
 
 
-def _price(state: State, prior: Any, center: Center | None) -> Tensor:
+def _price(state: State, prior: Prior, center: Center | None) -> Tensor:
     """½ log|A| − (P/2) log 2π − log p(v̄)."""
     return prior.price(state.tangent.theta.to(torch.float64) if center is None else center.vector)
 
 
 def _estimate(precision: Any, found: Tensor) -> Estimate | None:
     """log Z by each probe of log|G + A|, where that was estimated."""
-    if not isinstance(precision, Streamed):
+    estimate = linalg.log_determinant(precision)
+    if estimate is None:
         return None
-    probes = precision.log_determinant.samples
+    probes = estimate.samples
     return mean_of(float(found.detach()) - 0.5 * (probes - probes.mean()))
 
 
-def log_evidence(state: State, prior: Any, likelihood: Any, center: Center | None = None) -> Tensor:
+def log_evidence(state: State, prior: Prior, likelihood: Likelihood, center: Center | None = None) -> Tensor:
     """log Z at the trained weights or at a center, 0-dim float64."""
     return decompose(state, prior, likelihood, center).log_evidence
 
 
-def partitioned(states: Sequence[State], prior: Any, likelihood: Any, center: Center | None = None) -> Evidence:
+def partitioned(
+    states: Sequence[State], prior: Prior, likelihood: Likelihood, center: Center | None = None
+) -> Evidence:
     """The evidence with the data cut into blocks, one state each, that the Occam term takes as independent:
 
         ½ Σ_b [log|G_b + A| − log|A|] = ½ Σ_b log|I + K_bb| ≥ ½ log|I + K|
@@ -118,19 +123,10 @@ BOUNDS = {
 def bound(state: State) -> str:
     """log|G + A| only grows as blocks of G are dropped (Fischer, Hadamard), if what is kept is exact, and shrinks as
     eigenvalues are."""
-    if state.factor.kind != "exact":
-        return BOUNDS["neither"]
-    kinds: dict[type, str] = {
-        Full: "exact",
-        Block: "lower",
-        Diagonal: "lower",
-        LowRank: "upper",
-        MatrixFree: "estimate",
-    }
-    return BOUNDS[kinds.get(type(state.structure), "neither")]
+    return BOUNDS[state.structure.bound if state.factor.kind == "exact" else "neither"]
 
 
-def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
+def effective_dimension(state: State, prior: Prior, likelihood: Likelihood) -> Tensor:
     """γ_g, how many directions of each prior group the data determine, (g,): by log|G + A| as A_g is stretched."""
     with torch.enable_grad():
         stretch = torch.ones_like(prior.counts()).requires_grad_()
@@ -139,7 +135,7 @@ def effective_dimension(state: State, prior: Any, likelihood: Any) -> Tensor:
     return prior.counts() - slope
 
 
-def noise_slope(state: State, prior: Any, likelihood: Any, name: str = "noise") -> Tensor:
+def noise_slope(state: State, prior: Prior, likelihood: Likelihood, name: str) -> Tensor:
     """∂ log|G + A| / ∂ a hyperparameter of the likelihood, in its shape: −2γ/σ where curvature is ∝ σ⁻²."""
     with torch.enable_grad():
         moving = likelihood.hyperparameters[name].detach().clone().requires_grad_()
@@ -148,6 +144,6 @@ def noise_slope(state: State, prior: Any, likelihood: Any, name: str = "noise") 
     return slope
 
 
-def mean_curvature(state: State, prior: Any, likelihood: Any) -> Tensor:
+def mean_curvature(state: State, prior: Prior, likelihood: Likelihood) -> Tensor:
     """The mean of diag G over each prior group, in the prior's unit, (g,)."""
     return prior.mean_curvature(curvature(state, likelihood)).detach()

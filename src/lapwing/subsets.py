@@ -17,7 +17,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from lapwing import curvature, given
+from lapwing import given
 from lapwing.api import Laplace
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.operators import linalg
@@ -53,7 +53,7 @@ def largest_variance(source: Laplace | Swag, k: int | float) -> dict[str, Tensor
         return _largest(source.variance(), k, source.layout)
     if not isinstance(source, Laplace):
         raise InvalidValue(f"largest_variance reads a Laplace or a Swag object, got {type(source).__name__}")
-    if not isinstance(source.state.structure, curvature.Diagonal):
+    if not source.state.structure.diagonal:
         raise InvalidValue(f"largest_variance reads a fit with structure='diag', got '{source.state.structure}'")
     layout, precision = source.state.layout, linalg.diagonal(source.posterior.precision)
     masks = _largest(1 / precision, k, layout)

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import curvature, io, likelihoods, priors
+from lapwing import io, likelihoods, priors
 from lapwing.api import other_data, tuning, words
 from lapwing.api.choices import checked_center, checked_mean
 from lapwing.arguments import as_likelihood, as_prior, as_shard
 from lapwing.center import Center, Jacobian, check_gaussian, read, tangent_map
 from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, State
-from lapwing.curvature.matrix_free import source
+from lapwing.curvature.data_root import source
 from lapwing.data import ranks_of
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
-from lapwing.operators import Samples, Streamed
+from lapwing.operators import Samples
 from lapwing.posterior import Gaussian, condition, placed
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
 from lapwing.predictive.own_data import training_nll, warn_unfit
@@ -96,11 +96,9 @@ class Laplace(Shell):
     @property
     def captured(self) -> tuple[str, dict[str, float]]:
         """How much of the total curvature a low rank has, in words, and of each parameter's; none elsewhere."""
-        if not isinstance(self.state.structure, curvature.LowRank):
-            return "", {}
         weights = self.likelihood.curvature_weights(self.state.factor.kind).to(self.tangent.device)
-        total, shares = self.state.structure.captured(self.state, weights.expand(self.state.weights))
-        return f" with {100 * total:.1f} % of the curvature", shares
+        found = self.state.structure.captured(self.state, weights.expand(self.state.weights))
+        return ("", {}) if found is None else (f" with {100 * found[0]:.1f} % of the curvature", found[1])
 
     # -- evidence -------------------------------------------------------------------------------------------------
 
@@ -158,8 +156,7 @@ class Laplace(Shell):
         inputs of a rank's own and to save. Other posteriors are whole on every rank as they are."""
         if not self.streams:
             return self
-        cache = {**self.state.cache, "streamed": self.spread.precision.gathered().cache}
-        return replace(self, state=replace(self.state, cache=cache))
+        return replace(self, state=self.state.structure.gathered(self.state, self.spread.precision))
 
     @torch.inference_mode(False)
     def recentered(self, data: Any = None) -> Laplace:
@@ -287,10 +284,9 @@ class Laplace(Shell):
     def solve(self) -> Samples:
         """matrix_free: the samples of the posterior (over a process group, this rank's) and how they were solved for,
         residual, steps and passes."""
-        precision = self.spread.precision
-        if not isinstance(precision, Streamed):
+        if not self.streams:
             raise Unsupported(f"structure '{self.state.structure}' is factorized, not solved by iteration")
-        return precision.samples
+        return self.spread.precision.samples
 
     def packed(self, path: Any) -> io.Content:
         """What goes into a file: tensors and a header, which are seen to be such as could be read again."""
@@ -327,12 +323,12 @@ class Laplace(Shell):
 
     def jacobian(self, batches: Any) -> Jacobian:
         """J over the data, kept where its rows fit the memory budget."""
-        known = self.state.cache.get("jacobian")
+        known = self.state.memo.jacobian
         if known is not None and known.batches is batches:
             return known
         found = read(self.state, self.likelihood, batches, self.memory_budget)
         if found.rows is not None:
-            self.state.cache["jacobian"] = found
+            self.state.memo.jacobian = found
         return found
 
     @torch.inference_mode(False)
@@ -346,12 +342,12 @@ class Laplace(Shell):
     @property
     def streams(self) -> bool:
         """Whether the curvature is known by products over the data alone."""
-        return isinstance(self.state.structure, curvature.MatrixFree)
+        return self.state.structure.streams
 
     @property
     def center_state(self) -> State:
         """Whose curvature preconditions the solve for v*: the state's, or where that is streamed its companion's."""
-        return self.state.structure.companion(self.state) if self.streams else self.state
+        return self.state.structure.companion(self.state)
 
     def attached(self, data: Any) -> Laplace:
         """With these as the data of the fit."""
@@ -371,7 +367,7 @@ class Laplace(Shell):
 
 def _sourced(state: State, likelihood: likelihoods.Likelihood, data: Any) -> State:
     """A streamed state with these as its data; others as they are."""
-    if not isinstance(state.structure, curvature.MatrixFree):
+    if not state.structure.streams:
         return state
     budget = state.structure.memory_budget
     return replace(state, source=source(state, likelihood, state.weights, data, budget))

@@ -53,7 +53,7 @@ def without(la: Laplace, data: Any, progress: bool) -> Laplace:
         progress=progress,
         basis=la.state if la.state.basis else None,
     )
-    state = curvature.without(la.state, gone)
+    state = curvature.without(la.state, gone, la.likelihood)
     return replace(la, state=state, prior=_placed_without(la, state), tuning=None, data=None, at=None)
 
 

@@ -32,7 +32,7 @@ from lapwing.packing import sound
 from lapwing.posterior import placed
 from lapwing.shell import Blended, Fitted, Shell
 from lapwing.tangent import TangentModel, linearize
-from lapwing.tangent.linearize import unwrapped
+from lapwing.tangent.calling import unwrapped
 
 
 @torch.inference_mode(False)

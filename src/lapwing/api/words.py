@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lapwing.operators import Streamed
 from lapwing.predictive.own_data import unfit
 
 if TYPE_CHECKING:
@@ -19,9 +18,8 @@ def described(la: Laplace) -> str:
     how += f" at the {la.tuning.center}" if la.tuning and la.tuning.center else ""
     if la.center == "tangent" and not (la.tuning and la.tuning.center == "tangent"):
         how += ", centered at the tangent MAP"
-    precision = la.spread.precision
-    if isinstance(precision, Streamed):
-        how += "; not solved yet" if precision.known is None else f"; {precision.known}"
+    if la.streams:
+        how += f"; {la.spread.precision.known or 'not solved yet'}"
     if la.state.lost:
         how += f"; {la.state.lost:.1f} digits lost by removals, about {max(0.0, la.state.digits):.1f} left"
     known = la.tuning.train_nll if la.tuning else la.__dict__.get("_training_nll", ())

@@ -1,7 +1,7 @@
 """The curvature of a network over data."""
 
 from lapwing.curvature import rules
-from lapwing.curvature.accumulate import BUDGET, Probe, accumulate, probe
+from lapwing.curvature.accumulate import accumulate, probe
 from lapwing.curvature.ekfac import EigenKronecker
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.full import Full
@@ -10,10 +10,12 @@ from lapwing.curvature.lowrank import LowRank
 from lapwing.curvature.matrix_free import MatrixFree
 from lapwing.curvature.parts import Part
 from lapwing.curvature.removal import vanished, without
-from lapwing.curvature.state import State, register
+from lapwing.curvature.state import Memo, State
+from lapwing.curvature.structure import BUDGET, Accumulator, Probe, Structure, register
 
 __all__ = [
     "BUDGET",
+    "Accumulator",
     "Block",
     "Diagonal",
     "EigenKronecker",
@@ -22,9 +24,11 @@ __all__ = [
     "Kronecker",
     "LowRank",
     "MatrixFree",
+    "Memo",
     "Part",
     "Probe",
     "State",
+    "Structure",
     "accumulate",
     "probe",
     "register",

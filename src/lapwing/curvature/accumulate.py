@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from torch import Tensor
 from lapwing import data as loading
 from lapwing import fixed, given, tree
 from lapwing.curvature.applied import check_applied, looks_applied
-from lapwing.curvature.checkpoint import Checkpoint, Journal, as_checkpoint, identity
+from lapwing.curvature.checkpoint import FitCheckpoint, Journal, as_checkpoint
 from lapwing.curvature.factor import Factor, cotangents, output_factor
+from lapwing.curvature.identity import identity
 from lapwing.curvature.overflow import check_sums
-from lapwing.curvature.parts import Part
 from lapwing.curvature.state import State, merged
+from lapwing.curvature.structure import Probe, Structure, covered
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
@@ -34,55 +35,6 @@ from lapwing.tangent import TangentModel
 
 PROBE_EXAMPLES = 4  # that a probe keeps
 SUSPECT_EXAMPLES = 32  # that it looks at where it has a suspicion
-BUDGET = 2**30  # bytes of working memory, unless the user says otherwise
-
-
-class Accumulator(Protocol):
-    def forward(self, x: Any) -> Tensor:
-        """The outputs f (n, ..., c) of a batch."""
-        ...
-
-    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
-        """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
-        each column."""
-        ...
-
-    def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]:
-        """The sums by their names, and the batches that are kept."""
-        ...
-
-
-class Structure(Protocol):
-    """A frozen dataclass that says how G is stored."""
-
-    def resolved(self, probe: Probe, factor: Factor) -> Any:
-        """Itself, with every automatic choice made."""
-        ...
-
-    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
-        """A structure of two passes has `first`, the structure of the first, and takes its state as `basis` here."""
-        ...
-
-    def operator(self, state: State, weights: Tensor) -> Any:
-        """Σ_g w_g G_g as an operator, without the prior. Where `state.paired`, weights have both signs."""
-        ...
-
-    def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
-        """How each selected parameter is treated."""
-        ...
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What one batch tells about a problem."""
-
-    n: int  # examples in all
-    positions: int
-    outputs: int
-    parameters: int
-    inputs: Any  # a few examples of the first batch
-    weights: int = 1  # of the curvature: more than one where outputs have a noise of their own
-    sums: Tensor | None = None  # of all inputs (fixed.py), if a pass was needed to count them; else NaN
 
 
 @torch.inference_mode(False)
@@ -139,7 +91,7 @@ class Running:
 
 @torch.inference_mode(False)
 def accumulate(
-    structure: Any,
+    structure: Structure,
     tangent: TangentModel,
     likelihood: Likelihood,
     data: Any,
@@ -149,7 +101,7 @@ def accumulate(
     progress: bool = False,
     seen: Probe | None = None,
     basis: State | None = None,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    checkpoint: str | os.PathLike[str] | FitCheckpoint | None = None,
     every: int | None = None,
 ) -> State:
     """Accumulate the curvature of a network over data in one pass, or in two where the structure says so.
@@ -159,39 +111,28 @@ def accumulate(
     removed in the end."""
     factor = Factor(factor) if isinstance(factor, str) else factor
     generator = given.generator(generator)
-    if not hasattr(structure, "resolved") or isinstance(structure, type):
-        raise InvalidValue(f"structure must be an object, such as lw.curvature.Kronecker(); got {structure!r}")
+    if not isinstance(structure, Structure):
+        raise InvalidValue(
+            f"structure must be an object, such as lw.curvature.Kronecker(), of a class that derives from "
+            f"lw.curvature.Structure; got {structure!r}"
+        )
     batches = loading.as_batches(data, sharded=True)
     weights = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
     seen = replace(seen or probe(tangent, batches, likelihood), weights=weights)
     structure = structure.resolved(seen, factor)
-    first = getattr(structure, "first", None)
+    first = structure.first
     if first is None and basis is not None:
         raise InvalidValue(f"basis= is for structures of two passes, such as 'ekfac'; got structure {structure}")
     foreign = basis is not None  # of other data, perhaps
     place = as_checkpoint(checkpoint, every)
-    if hasattr(structure, "streamed"):  # it keeps a reference to the data, and no sums of its own
-        state = structure.streamed(
-            tangent, likelihood, batches, generator=generator, progress=progress, seen=seen, checkpoint=place
-        )
-        return check_sums(state, batches)
     one = Pass(structure, tangent, likelihood, batches, factor, generator, progress, seen)
+    if structure.streams:
+        return check_sums(structure.streamed(one, place), batches)
     journal = None if place is None else one.journal(place, basis)
     with nullcontext() if journal is None else journal:  # with its lock
         if first is not None:
             basis = basis if basis is not None or journal is None else journal.basis(one.empty, one.ranks)
-            within = None if place is None else place.within()
-            basis = basis or accumulate(
-                first,
-                tangent,
-                likelihood,
-                batches,
-                factor,
-                generator=generator,
-                progress=progress,
-                seen=seen,
-                checkpoint=within,
-            )
+            basis = basis or one.by(first, factor, None if place is None else place.within())
         accumulator, before = one.begun(basis), None if foreign or basis is None else basis.inputs
         del basis  # its memory, before the pass
         state = merged(one.state(one.run(accumulator, journal)), one.ranks)
@@ -207,7 +148,7 @@ def accumulate(
 class Pass:
     """What one pass over the data is made of."""
 
-    structure: Any
+    structure: Structure
     tangent: TangentModel
     likelihood: Likelihood
     batches: Any
@@ -215,6 +156,11 @@ class Pass:
     generator: torch.Generator
     progress: bool
     seen: Probe
+
+    def by(self, structure: Structure, factor: Factor, checkpoint: FitCheckpoint | None) -> State:
+        """The state of another structure over the same data."""
+        told: dict[str, Any] = {"generator": self.generator, "progress": self.progress, "seen": self.seen}
+        return accumulate(structure, self.tangent, self.likelihood, self.batches, factor, checkpoint=checkpoint, **told)
 
     @property
     def ranks(self) -> Ranks:
@@ -228,7 +174,7 @@ class Pass:
         kind, paired = self.likelihood.kind, self.likelihood.paired
         return State(self.structure, self.factor, kind, weights, self.tangent, {}, 0, {}, {}, paired=paired)
 
-    def journal(self, place: Checkpoint, basis: State | None) -> Journal:
+    def journal(self, place: FitCheckpoint, basis: State | None) -> Journal:
         """The journal of this pass, in an open checkpoint."""
         tangent, inputs = self.tangent, self.seen.inputs
         one = tree.rows_of(inputs, slice(0, 1)) if tangent.separable(inputs) else inputs
@@ -240,12 +186,12 @@ class Pass:
         start, ranks = (self.tangent, self.likelihood, self.factor, self.seen), self.ranks
         if basis is None:
             return self.structure.start(*start)
-        accumulator = self.structure.start(*start, basis)
+        accumulator: Any = self.structure.start_in(basis, *start)
         if ranks.agrees(accumulator.basis):
             return accumulator
         # one rank's eigenvectors need not be another's
         shared = replace(basis, structure=self.structure, basis=ranks.lead(accumulator.basis))
-        return self.structure.start(*start, shared)
+        return self.structure.start_in(shared, *start)
 
     def run(self, accumulator: Any, journal: Journal | None) -> Running:
         """The loop."""
@@ -256,7 +202,7 @@ class Pass:
         each = (
             4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs
         )  # bytes of u, an example
-        size = max(1, getattr(self.structure, "memory_budget", BUDGET) // 4 // each)
+        size = max(1, self.structure.memory_budget // 4 // each)
         with ranks.sharing_errors(f"the pass of {self.structure}"):
             running, label = Running(accumulator), str(self.structure)
             if journal is not None:
@@ -305,14 +251,9 @@ class Pass:
         )
 
 
-def covered(structure: Any, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
-    """How each selected parameter is treated; those without elements need no treatment."""
-    return structure.coverage(parts, tangent) | dict.fromkeys(tangent.layout.empty, "no elements")
-
-
-def _pass_names(structure: Any, basis: State | None) -> list[str]:
+def _pass_names(structure: Structure, basis: State | None) -> list[str]:
     """The structures of this pass and, without a basis, of those before it."""
-    first = getattr(structure, "first", None) if basis is None else None
+    first = structure.first if basis is None else None
     return [repr(structure), *(_pass_names(first, None) if first is not None else [])]
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
+from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
-from lapwing.tangent.linearize import evaluating
 
 SURE_ROWS = 8  # that sum to 1, before it is called no chance
 SURE_VALUES = 32  # that lie in [0, 1], before it is

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from lapwing.curvature.rules import ComposedRule, rule_for
 from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel, proof
 from lapwing.tangent.evaluating import evaluating
-from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
+from lapwing.tangent.kernels import any_batching_rule, plain_kernels
 
 T = TypeVar("T")
 
@@ -130,24 +130,21 @@ class Record:
         return held[0]
 
     def _gradients(self, outs: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:
-        route = self.tangent.route
-        if self.columns_at_once and route.get("columns", "vmap") == "vmap":
-            try:
-                with any_batching_rule():
-                    found = self._grad(outs, u, batched=True)
-            except RuntimeError as error:  # no batching rule
-                if out_of_memory(error):
-                    raise
-            else:
-                key = tuple(part.name for part in self.called), u.shape, proof.shapes(outs)
-                if proof.once(self.tangent, "columns", key, lambda: self._proved(outs, u, found)):
-                    return found
-            route["columns"] = "loop"
+        if self.columns_at_once:
+            key = tuple(part.name for part in self.called), u.shape, proof.shapes(outs)
+            run, right = partial(self._batched, outs, u), partial(self._proved, outs, u)
+            found = proof.attempt(self.tangent, "layers", key, run, right)
+            if found is not None:
+                return found
         columns = [self._grad(outs, one) for one in u]
         return tuple(None if g[0] is None else _stack(g) for g in zip(*columns, strict=True))
 
     def _grad(self, outs: list[Tensor], u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(self.f, outs, u, retain_graph=True, is_grads_batched=batched, allow_unused=True)
+
+    def _batched(self, outs: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:
+        with any_batching_rule():
+            return self._grad(outs, u, batched=True)
 
     def _proved(self, outs: list[Tensor], u: Tensor, found: tuple[Tensor | None, ...]) -> bool:
         """Whether Σ_k w_k g_k, for the gradients g_k of cotangents u_k, is autograd's of Σ_k w_k u_k."""

@@ -4,16 +4,11 @@ The file holds all that changes in the loop: the accumulator's sums and the rows
 the state of the generator, the basis of a second pass, and a digest of every batch so far. On a resume those batches
 are loaded again and held to their digests, which takes no run of the network. A checkpoint of another fit is refused.
 
-An object names its attributes that change as `mutable`: tensors, numbers, lists, tuples and dicts of them, and objects
-that have `mutable` too. What is put back must be like what a pass begins with; an object whose attributes begin as None
-or empty may have `check()`, which raises unless it can go on from what it was given.
-
 One fit at a time has a checkpoint: it holds a lock on it (locks.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import warnings
@@ -26,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import files, locks, tree
-from lapwing.curvature.factor import Factor
+from lapwing import files, locks
+from lapwing.curvature.identity import digest, machine
+from lapwing.curvature.mutable import check_like, check_objects, held, put_back
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import SAME, State
 from lapwing.distributed import Ranks
 from lapwing.errors import BrokenFile, InvalidValue, LapwingWarning
 from lapwing.likelihoods import Likelihood
 from lapwing.packing import Entries, Tensors, pack_plain, pack_tree, sound, unpack_plain, unpack_tree
-from lapwing.tangent import TangentModel
 
 SCHEMA = 2
 EVERY = 100  # batches
@@ -42,7 +37,7 @@ ANEW = "delete it to begin anew, or give another path"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class FitCheckpoint:
     """Where a fit is kept while it runs, and after how many batches each; the file goes when the fit is done."""
 
     path: Path
@@ -53,7 +48,7 @@ class Checkpoint:
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
             raise InvalidValue(f"every is a number of batches, at least 1; got {self.every!r}")
 
-    def within(self) -> Checkpoint:
+    def within(self) -> FitCheckpoint:
         """For a pass that another follows."""
         return replace(self, last=False)
 
@@ -73,13 +68,13 @@ class Checkpoint:
         return journal
 
 
-def as_checkpoint(path: str | os.PathLike[str] | Checkpoint | None, every: int | None) -> Checkpoint | None:
-    """A path, or a Checkpoint, written after every so many batches; None is none."""
+def as_checkpoint(path: str | os.PathLike[str] | FitCheckpoint | None, every: int | None) -> FitCheckpoint | None:
+    """A path, or a FitCheckpoint, written after every so many batches; None is none."""
     if path is None:
         if every is not None:
             raise InvalidValue(f"every={every} says how often to write a checkpoint; give checkpoint=, where to")
         return None
-    place = path if isinstance(path, Checkpoint) else Checkpoint(files.as_path(path))
+    place = path if isinstance(path, FitCheckpoint) else FitCheckpoint(files.as_path(path))
     return place if every is None else replace(place, every=every)
 
 
@@ -87,7 +82,7 @@ def as_checkpoint(path: str | os.PathLike[str] | Checkpoint | None, every: int |
 class Journal:
     """One pass with its checkpoint. It begins anew if there is none (no header)."""
 
-    place: Checkpoint
+    place: FitCheckpoint
     structure: str
     identity: dict[str, Any]  # of the fit, in words; each must be the same
     outputs: Tensor = field(repr=False)  # of the network at the first of the data; the same to rounding
@@ -182,10 +177,10 @@ class Journal:
         return replace(empty, basis=tensors, parts=parts)
 
     def _check_basis(self, empty: State, tensors: dict[str, Tensor], parts: tuple[Part, ...]) -> None:
-        if hasattr(empty.structure, "keeps"):
-            with self._whole(), sound("its basis"):
-                _, wanted = empty.structure.keeps(empty.layout, parts, empty.weights, empty.factor)
-                Tensors(tensors, self.place.path).expected("", wanted)
+        with self._whole(), sound("its basis"):
+            wanted = empty.structure.keeps(empty.layout, parts, empty.weights, empty.factor)
+            if wanted is not None:
+                Tensors(tensors, self.place.path).expected("", wanted[1])
 
     def begin(self, generator: torch.Generator) -> None:
         """The generator as it was when the pass began: passes before it, which drew from it, are not made again."""
@@ -212,9 +207,9 @@ class Journal:
         found = Tensors({k: v for k, v in self.tensors.items() if k.startswith("run.")}, self.place.path)
         kept = unpack_tree(self.header["run"], found, device)
         found.done()
-        _check_like(held(running), kept, "run")
+        check_like(held(running), kept, "run")
         put_back(running, kept)
-        _check_objects(running)
+        check_objects(running)
         parts = [pack_plain(part) for part in getattr(running.accumulator, "parts", ())]
         if json.loads(json.dumps(parts)) != self.header["parts"]:
             raise BrokenFile(f"its parts are {self.header['parts']}, and those of the network are {parts}")
@@ -275,39 +270,6 @@ class Journal:
         files.write(self.place.path, tensors, header, files.CHECKPOINT)
 
 
-def identity(
-    tangent: TangentModel,
-    likelihood: Likelihood,
-    factor: Factor,
-    n: int,
-    first: Any,
-    generator: torch.Generator,
-    basis: State | None,
-) -> dict[str, Any]:
-    """What a fit is of, in words; bits follow from it, the structure and the data."""
-    hyperparameters = {name: value.tolist() for name, value in likelihood.hyperparameters.items()}
-    given = {} if basis is None else basis.basis or basis.sums
-    return {
-        "the version of torch": torch.__version__,
-        "the device": tangent.device.type,
-        "the output factor": repr(factor),
-        "the likelihood": f"{likelihood.kind}{hyperparameters or ''}",
-        "the set of parameters": {n: list(s) for n, s in tangent.layout.shapes.items()},
-        "the masks of parameters": tree.fingerprints(tangent.layout.masks),
-        "the use of a forward= hook": tangent.custom_forward,
-        **{f"the value of {name}": mark for name, mark in tangent.fingerprints().items()},
-        "the number of examples": n,
-        "the first of the data": digest(first),
-        "the state of the generator at the start": tree.fingerprints({"": generator.get_state()})[""],
-        "the basis given": tree.fingerprints(given),
-    }
-
-
-def machine() -> str:
-    """What bits may depend on though the sums do not."""
-    return f"{torch.get_num_threads()} threads on {torch.backends.cpu.get_cpu_capability()}"
-
-
 def _check_entries(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """What every checkpoint has."""
     entries, found = Entries(header), Tensors(tensors, "")
@@ -329,66 +291,3 @@ def _check_entries(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
 
 def _named(basis: dict[str, Tensor]) -> set[str]:
     return {f"basis.{key}" for key in basis}
-
-
-def _check_like(now: Any, kept: Any, name: str) -> None:
-    """Raise unless a tree is like the one that a pass begins with: what is None or empty there may be anything."""
-    if isinstance(kept, Tensor) and kept.is_floating_point() and not bool(torch.isfinite(kept).all()):
-        raise BrokenFile(f"it has NaN or infinite values in {name}")
-    if isinstance(now, dict) and isinstance(kept, dict):
-        if now and now.keys() != kept.keys():
-            raise BrokenFile(f"it has {list(kept)} in {name}, not {list(now)}")
-        for key, value in kept.items():
-            _check_like(now.get(key), value, f"{name}.{key}")
-    elif isinstance(now, Tensor) and isinstance(kept, Tensor):
-        if (now.shape, now.dtype) != (kept.shape, kept.dtype):
-            raise BrokenFile(f"it has {kept.dtype} {tuple(kept.shape)} in {name}, not {now.dtype} {tuple(now.shape)}")
-    elif now is not None and type(now) is not type(kept):
-        raise BrokenFile(f"it has a {type(kept).__name__} in {name}, not a {type(now).__name__}")
-
-
-def _check_objects(thing: Any) -> None:
-    """Ask each object with `check` whether it can go on."""
-    if isinstance(thing, dict):
-        for value in thing.values():
-            _check_objects(value)
-    elif hasattr(thing, "mutable"):
-        for name in thing.mutable:
-            _check_objects(getattr(thing, name))
-        if hasattr(thing, "check"):
-            thing.check()
-
-
-def held(thing: Any) -> Any:
-    """What changes of an object, as a tree."""
-    if hasattr(thing, "mutable"):
-        return {name: held(getattr(thing, name)) for name in thing.mutable}
-    if isinstance(thing, dict):
-        return {key: held(value) for key, value in thing.items()}
-    return thing
-
-
-def put_back(thing: Any, kept: dict[str, Any]) -> None:
-    """The inverse of `held`."""
-    for name in thing.mutable:
-        now = getattr(thing, name)
-        if hasattr(now, "mutable"):
-            put_back(now, kept[name])
-        elif isinstance(now, dict) and any(hasattr(value, "mutable") for value in now.values()):
-            for key, value in now.items():
-                put_back(value, kept[name][key])
-        else:
-            setattr(thing, name, kept[name])
-
-
-def digest(batch: Any) -> int:
-    """Of the bits of a batch: its tensors, numbers and strings; of other objects their class alone."""
-    words: list[str] = []
-    for leaf in tree.leaves(batch):
-        if isinstance(leaf, Tensor):
-            sparse = None if leaf.layout is torch.strided else leaf.to_sparse_coo().coalesce()
-            found = {"": leaf} if sparse is None else {"indices": sparse.indices(), "values": sparse.values()}
-            words += tree.fingerprints(found).values()
-        else:
-            words.append(repr(leaf) if leaf is None or isinstance(leaf, (int, float, str)) else type(leaf).__name__)
-    return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "big", signed=True)

@@ -29,9 +29,9 @@ def cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
     """Parts for all selected parameters, in the order of the network, of kind '' (rule or generic) or 'unused'.
 
     Proved once for a tangent model, and remembered there."""
-    if "parts" not in tangent.route:
-        tangent.route["parts"] = _cover(tangent, x)
-    return tangent.route["parts"]
+    if tangent.facts.parts is None:
+        tangent.facts.parts = _cover(tangent, x)
+    return tangent.facts.parts
 
 
 def _cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:

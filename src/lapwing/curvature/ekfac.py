@@ -11,22 +11,22 @@ norm, hence never further than KFAC. Sums add only in a shared basis, which the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.curvature.accumulate import Accumulator, Probe
+from lapwing.curvature.cost import Needs, Task
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.layered import Kronecker, LayeredSum, never_negative, part_operator
+from lapwing.curvature.layered import Kronecker, LayeredSum, never_negative
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import DenseInputs
-from lapwing.curvature.state import Kept, State
+from lapwing.curvature.state import State
+from lapwing.curvature.structure import Accumulator, Kept, Probe
 from lapwing.curvature.sums import by_weight
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Blocks
 from lapwing.operators import EigenKronecker as EigenKroneckerOperator
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
@@ -47,25 +47,22 @@ class EigenKronecker(Kronecker):
         """The structure of the first pass."""
         return Kronecker(self.memory_budget, self.sharing)
 
-    def start(
-        self,
-        tangent: TangentModel,
-        likelihood: Likelihood,
-        factor: Factor,
-        probe: Probe,
-        basis: State | None = None,
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        raise InvalidValue("the second pass of ekfac needs a basis; accumulate makes one, or takes basis=")
+
+    def start_in(
+        self, basis: State, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe
     ) -> Accumulator:
-        if basis is None:
-            raise InvalidValue("the second pass of ekfac needs a basis; accumulate makes one, or takes basis=")
         parts = self.parts(tangent, probe.inputs)
         weights = likelihood.curvature_weights(factor.kind).to(tangent.device)
         return EigenSum(tangent, parts, len(weights), self, eigenbasis(basis, parts, self.sharing, weights))
 
-    def operator(self, state: State, weights: Tensor) -> Blocks:
-        if "index" not in state.cache:
-            state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
-        ops = tuple(_operator(part, state, weights) for part in state.parts)
-        return Blocks(ops, state.cache["index"], state.cache.setdefault("blocks", {}))
+    def block(self, part: Part, state: State, weights: Tensor) -> Any:
+        if part.kind != "kron":
+            return super().block(part, state, weights)
+        values = never_negative(torch.einsum("h,hboi->boi", weights, state.sums[f"{part.name}/values"]), state)
+        ua, ub = state.basis.get(f"{part.name}/UA"), state.basis[f"{part.name}/UB"]
+        return EigenKroneckerOperator(values, ua, ub, name=part.name)
 
     def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
         sums, _ = super().keeps(layout, parts, weights, factor)
@@ -85,6 +82,10 @@ class EigenKronecker(Kronecker):
         said = super().coverage(state_parts, tangent)
         turned = [n for part in state_parts if part.kind == "kron" for n in part.parameters]
         return said | {n: said[n].replace("Kronecker", "diagonal in the Kronecker eigenbasis", 1) for n in turned}
+
+    def needs(self, task: Task) -> Needs:
+        one = super().needs(task)
+        return replace(one, fit=one.fit * 2, passes=2, note="diagonal in the Kronecker eigenbasis")
 
 
 def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Tensor) -> dict[str, Tensor]:
@@ -112,14 +113,6 @@ def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Ten
             if ua is not None:
                 basis[f"{part.name}/UA"] = ua.contiguous()
     return basis
-
-
-def _operator(part: Part, state: State, weights: Tensor) -> Any:
-    if part.kind != "kron":
-        return part_operator(part, state, weights)
-    values = never_negative(torch.einsum("h,hboi->boi", weights, state.sums[f"{part.name}/values"]), state)
-    ua, ub = state.basis.get(f"{part.name}/UA"), state.basis[f"{part.name}/UB"]
-    return EigenKroneckerOperator(values, ua, ub, name=part.name)
 
 
 class SecondMoments:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
+from lapwing.curvature.cost import Needs, Task, of_matrix, of_rows
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.gram import add_gram, mirrored
@@ -23,21 +23,31 @@ from lapwing.curvature.hessian import HessianSum
 from lapwing.curvature.memory import count_bytes, physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker, StreamedRows
-from lapwing.curvature.state import Kept, State, register
+from lapwing.curvature.state import State
+from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure, register
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood, polarization
 from lapwing.operators import Dense, Diagonal, Mixed, OuterRows, RootPlusDiagonal
+from lapwing.operators.memo import Factorizations, RowGrams
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 
 GATHERED_ROWS = 2048  # rows of J gathered before they are multiplied
 
 
+@dataclass(eq=False)
+class DualMemo(RowGrams):
+    """What is kept of a dual state: its rows, and their Gram matrices."""
+
+    rows: StreamedRows | None = None
+
+
 @register
 @dataclass(frozen=True)
-class Full:
+class Full(Structure):
     """The whole curvature: as a matrix (p, p), primal, or as rows of the data, dual; "auto" takes the smaller."""
 
+    bound: ClassVar[str] = "exact"
     form: str = "auto"  # "primal", "dual" or "auto"
     memory_budget: int = field(default=BUDGET, compare=False)
 
@@ -58,7 +68,7 @@ class Full:
                 raise InvalidValue("factor='hessian' has no root, so no dual form; use form='primal'")
             form = "primal"
         elif form == "auto":
-            form = "primal" if probe.parameters <= rows else "dual"
+            form = self.formed(probe.parameters <= rows).form
         side = probe.parameters if form == "primal" else rows
         if 16 * side**2 > physical_memory():
             raise InvalidValue(
@@ -66,6 +76,15 @@ class Full:
                 "use structure='kron' or 'diag', subset='last_layer', or fewer data"
             )
         return replace(self, form=form)
+
+    def formed(self, primal: bool) -> Full:
+        """Itself, primal or dual."""
+        return replace(self, form="primal" if primal else "dual")
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether it is dual."""
+        return self.form == "dual"
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
@@ -84,14 +103,11 @@ class Full:
             gram = state.sums["gram"]
             psd = state.factor.kind != "hessian"
             if len(weights) == 1:
-                return Dense(gram[0], weights[0], psd=psd, cache=state.cache)
+                return Dense(gram[0], weights[0], psd=psd, memo=state.factorizations(Factorizations))
             return Dense(torch.einsum("h,hab->ab", weights, gram), psd=psd)
-        return RootPlusDiagonal(self._rows(state), _row_weights(state, weights), cache=state.cache)
-
-    def _rows(self, state: State) -> StreamedRows:
-        if "rows" not in state.cache:
-            state.cache["rows"] = StreamedRows(state.tangent, state.batches, self.memory_budget)
-        return state.cache["rows"]
+        memo = state.factorizations(DualMemo)
+        memo.rows = memo.rows or StreamedRows(state.tangent, state.batches, self.memory_budget)
+        return RootPlusDiagonal(memo.rows, _row_weights(state, weights), memo=memo)
 
     def keeps(self, layout: tree.Layout, parts: tuple[Any, ...], weights: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
@@ -103,6 +119,10 @@ class Full:
     def coverage(self, parts: tuple[Any, ...], tangent: TangentModel) -> dict[str, str]:
         """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, f"exact ({self.form})")
+
+    def needs(self, task: Task) -> Needs:
+        """What it takes, counted (cost.py)."""
+        return of_rows(task) if self.form == "dual" else of_matrix(task, GATHERED_ROWS)
 
 
 def _row_weights(state: State, weights: Tensor) -> Diagonal | Mixed:

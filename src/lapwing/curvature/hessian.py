@@ -7,6 +7,7 @@ wrong one (H w of a random w is held to plain autograd), two plain reverse passe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,18 +58,14 @@ class HessianSum:
 def _hessian(tangent: TangentModel, loss: Any, key: Any) -> Tensor:
     theta = tangent.theta
     with evaluating(tangent.model):
-        if tangent.route.get("hessian", "vmap") == "vmap":
-            try:
-                with plain_kernels(), any_batching_rule():
-                    found = torch.cat([_columns(loss, theta, part) for part in _units(theta).split(CHUNK)])
-            except (RuntimeError, NotImplementedError) as error:
-                if out_of_memory(error):
-                    raise
-            else:
-                if proof.once(tangent, "hessian", key, lambda: _proved(tangent, loss, theta, found)):
-                    return found
-            tangent.route["hessian"] = "loop"
-        return _plain(tangent, loss, theta, _units(theta))
+        right = partial(_proved, tangent, loss, theta)
+        found = proof.attempt(tangent, "hessian", key, partial(_batched, loss, theta), right)
+        return _plain(tangent, loss, theta, _units(theta)) if found is None else found
+
+
+def _batched(loss: Any, theta: Tensor) -> Tensor:
+    with plain_kernels(), any_batching_rule():
+        return torch.cat([_columns(loss, theta, part) for part in _units(theta).split(CHUNK)])
 
 
 def _columns(loss: Any, theta: Tensor, units: Tensor) -> Tensor:

@@ -11,25 +11,27 @@ block if it is small, else its exact diagonal.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing import registry
-from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
 from lapwing.curvature.capture import Capture
+from lapwing.curvature.cost import Needs, Task, of_parts
 from lapwing.curvature.cover import cover, explain
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.memory import count_bytes
 from lapwing.curvature.parts import Part, check_parts
-from lapwing.curvature.state import Kept, State
+from lapwing.curvature.state import State
+from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure
 from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum, Room, expected
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Blocks, Dense
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import Kronecker as KroneckerOperator
+from lapwing.operators.memo import BlockGroups, KroneckerFactors
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -39,8 +41,30 @@ ROUNDING = 1e3  # units in the last place of a gradient
 MAX_SIDE = 8192  # rows of a Kronecker factor; a layer with more (a head over a vocabulary) gets its exact diagonal
 
 
+@dataclass(eq=False)
+class PartMemo:
+    """What is kept of one part: its sums in the dtype of the weights, and the factorizations of its block."""
+
+    cast: dict[str, Tensor] = field(default_factory=dict)  # by the name of the sum
+    factorizations: KroneckerFactors = field(default_factory=KroneckerFactors)
+
+
+@dataclass(eq=False)
+class LayeredMemo:
+    """What is kept of a state that treats the network part by part."""
+
+    index: tuple[Tensor, ...] | None = None  # of each part's entries
+    groups: BlockGroups = field(default_factory=BlockGroups)
+    parts: dict[str, PartMemo] = field(default_factory=dict)  # by the part's name, and nothing else
+    largest: Tensor | None = None  # entry of all B_h, (h,)
+
+    def part(self, name: str) -> PartMemo:
+        """That of one part."""
+        return self.parts.setdefault(name, PartMemo())
+
+
 @dataclass(frozen=True)
-class Layered:
+class Layered(Structure):
     """What the three structures share."""
 
     memory_budget: int = field(default=BUDGET, compare=False)
@@ -56,7 +80,7 @@ class Layered:
         """How a part is treated: "kron", "dense" or "diagonal"."""
         raise NotImplementedError
 
-    def resolved(self, probe: Probe, factor: Factor) -> Any:
+    def resolved(self, probe: Probe, factor: Factor) -> Layered:
         """The structure as it will be fitted to such data, or an error where it cannot be."""
         if factor.kind == "hessian":
             raise InvalidValue(f"factor='hessian' needs structure='full'; use factor='exact' with '{self}'")
@@ -81,10 +105,14 @@ class Layered:
 
     def operator(self, state: State, weights: Tensor) -> Blocks:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
-        if "index" not in state.cache:
-            state.cache["index"] = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
-        ops = tuple(part_operator(part, state, weights) for part in state.parts)
-        return Blocks(ops, state.cache["index"], state.cache.setdefault("blocks", {}))
+        memo = state.factorizations(LayeredMemo)
+        if memo.index is None:
+            memo.index = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
+        return Blocks(tuple(self.block(part, state, weights) for part in state.parts), memo.index, memo.groups)
+
+    def block(self, part: Part, state: State, weights: Tensor) -> Any:
+        """The operator of one part."""
+        return part_operator(part, state, weights)
 
     def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
@@ -101,6 +129,10 @@ class Layered:
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         """How each parameter is treated, in words."""
         return {n: explain(part, tangent.model) for part in state_parts for n in part.parameters}
+
+    def needs(self, task: Task) -> Needs:
+        """What it takes, counted (cost.py)."""
+        return of_parts(task, self.kind_of)
 
 
 @dataclass(frozen=True)
@@ -155,6 +187,8 @@ class Kronecker(Layered):
 class Block(Layered):
     """One dense block a layer."""
 
+    bound: ClassVar[str] = "lower"
+
     def __str__(self) -> str:
         return "block"
 
@@ -165,10 +199,16 @@ class Block(Layered):
             )
         return "dense"
 
+    def needs(self, task: Task) -> Needs:
+        return of_parts(task, lambda part: "dense")  # of what is too large, too
+
 
 @dataclass(frozen=True)
 class Diagonal(Layered):
     """The exact diagonal."""
+
+    bound: ClassVar[str] = "lower"
+    diagonal: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "diag"
@@ -179,13 +219,13 @@ class Diagonal(Layered):
 
 def part_operator(part: Part, state: State, weights: Tensor) -> Any:
     """Σ_h w_h of what was summed for one part, as an operator."""
+    memo = state.factorizations(LayeredMemo).part(part.name)
 
     def stored(key: str) -> Tensor:
         """Cast once: every evaluation of the evidence asks for it."""
-        cast = state.cache.setdefault(("cast", part.name), {})
-        kept = cast.get(key)
+        kept = memo.cast.get(key)
         if kept is None or kept.dtype != weights.dtype or kept.device != weights.device:
-            kept = cast[key] = state.sums[f"{part.name}/{key}"].to(weights)
+            kept = memo.cast[key] = state.sums[f"{part.name}/{key}"].to(weights)
         return kept
 
     if part.kind == "kron":
@@ -193,14 +233,14 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
         mixed = b[0] if len(weights) == 1 else torch.einsum("h,hboq->boq", weights, b)
         s = (weights[0] if len(weights) == 1 else weights.new_ones(())) / stored("count").clamp(min=1)
         eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
-        cache = state.kept_of(part.name) if len(weights) == 1 else {}
+        kept = memo.factorizations if len(weights) == 1 else KroneckerFactors()
         a = state.sums[f"{part.name}/A"].to(weights.device) if len(weights) == 1 else stored("A")
         rounding = _rounding(state, weights, b, stored("count"), eps) if state.paired else 0.0
-        return KroneckerOperator(a, mixed, s, name=part.name, eps=eps, rounding=rounding, cache=cache)
+        return KroneckerOperator(a, mixed, s, name=part.name, eps=eps, rounding=rounding, memo=kept)
     if part.kind == "dense":
         gram = stored("gram")
         if len(weights) == 1:
-            return Dense(gram[0], weights[0], cache=state.kept_of(part.name))
+            return Dense(gram[0], weights[0], memo=memo.factorizations)
         return Dense(torch.einsum("h,hab->ab", weights, gram))
     if part.kind == "diagonal":
         return DiagonalOperator(never_negative(weights @ stored("diagonal"), state), part.size)
@@ -219,11 +259,12 @@ def _rounding(state: State, weights: Tensor, b: Tensor, count: Tensor, eps: floa
     A gradient that is zero but for rounding (that of keys in attention, summed over positions) gives a B that is all
     rounding: ε times the gradients it came from, squared. Those are of the size of other layers', or of the cotangents,
     which are 1 at unit noise."""
-    if "largest" not in state.cache:
+    memo = state.factorizations(LayeredMemo)
+    if memo.largest is None:
         found = [_largest(state.sums[f"{part.name}/B"]) for part in state.parts if part.kind == "kron"]
-        state.cache["largest"] = torch.stack(found).amax(0)
+        memo.largest = torch.stack(found).amax(0)
     w = weights.detach().abs()
-    own, others = (float(w @ size.to(w)) for size in (_largest(b), state.cache["largest"]))
+    own, others = (float(w @ size.to(w)) for size in (_largest(b), memo.largest))
     return 100 * b.shape[-1] * eps * own + (ROUNDING * eps) ** 2 * (others + float(w.sum() * count))
 
 
@@ -290,3 +331,15 @@ class LayeredSum:
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         """The sums by their names, and the batches that are kept."""
         return {f"{name}/{key}": v for name, s in self.sums.items() for key, v in s.result().items()}, ()
+
+
+def pretend_factorized(state: State) -> None:
+    """Give Kronecker factors the eigenvectors of the identity, which cost as much to use and nothing to find."""
+    for part in state.parts:
+        if f"{part.name}/A" in state.sums:
+            a, b = state.sums[f"{part.name}/A"], state.sums[f"{part.name}/B"][0]
+            ones = [torch.ones(t.shape[0], t.shape[-1], dtype=torch.float64, device=b.device) for t in (a, b)]
+            eyes = [torch.diag_embed(one) for one in ones]
+            vectors = ones[0], None if a.ndim == 2 else eyes[0], ones[1], eyes[1]
+            kept = state.factorizations(LayeredMemo).part(part.name).factorizations
+            kept.spectrum(None).eigenvectors = vectors

@@ -15,35 +15,47 @@ span V of all Y_h,
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lapwing import given, tree
-from lapwing.curvature.accumulate import BUDGET, Accumulator, Probe
+from lapwing.curvature.cost import Needs, Task
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.memory import count_bytes, physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker
-from lapwing.curvature.state import Kept, State, register
+from lapwing.curvature.state import State
+from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure, register
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal, HeldRows, Mixed, RootPlusDiagonal, linalg
+from lapwing.operators.memo import RowGrams
 from lapwing.packing import Expected
-from lapwing.solvers.nystrom import from_sketch, mixed_root, span_of
+from lapwing.solvers.nystrom import Subspace, from_sketch, mixed_root, span_of
 from lapwing.splitmix import GOLDEN, mixed, unsigned_shift
 from lapwing.tangent import TangentModel
 
 COPIES = 6  # of (k, p) in float64 that are held at once, at the most
 
 
+@dataclass(eq=False)
+class SketchMemo(RowGrams):
+    """What is kept of a sketch: the root that it gives, of all weights (h·k, p) or of pairs of outputs, and the root's
+    Gram matrices."""
+
+    root: Tensor | None = None
+    span: Subspace | None = None
+
+
 @register
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Structure):
     """A sketch of G, of so high a rank, by so many passes over the data."""
 
+    bound: ClassVar[str] = "upper"
     rank: int = 100
     passes: int = 1  # over the data
     memory_budget: int = field(default=BUDGET, compare=False)
@@ -75,14 +87,16 @@ class LowRank:
             )
         return replace(self, rank=rank)
 
-    def start(
-        self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe, basis: State | None = None
-    ) -> Accumulator:
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
+        tests = pseudorandom(self.rank, tangent).expand(len(likelihood.curvature_weights(factor.kind)), -1, -1)
+        return SketchSum(tangent, cover(tangent, probe.inputs), tests, {}, self.memory_budget)
+
+    def start_in(
+        self, basis: State, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe
+    ) -> Accumulator:
+        """One whose test vectors are those of a state, or span its sketch's range."""
         parts, weights = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
-        if basis is None:
-            tests = pseudorandom(self.rank, tangent).expand(weights, -1, -1)
-            return SketchSum(tangent, parts, tests, {}, self.memory_budget)
         tests = self._tests(basis, likelihood.curvature_weights(factor.kind))
         if len(tests) != weights:
             raise InvalidValue(
@@ -108,23 +122,22 @@ class LowRank:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         if state.paired:
             return self._together(state, weights)
-        if "root" not in state.cache:
+        memo = state.factorizations(SketchMemo)
+        if memo.root is None:
             pairs = zip(state.sums["sketch"], self.tests(state), strict=True)
-            roots = [from_sketch(sketch, test, _eps(state)).root for sketch, test in pairs]
-            state.cache["root"] = torch.cat(roots)
-        root = state.cache["root"]
+            memo.root = torch.cat([from_sketch(sketch, test, _eps(state)).root for sketch, test in pairs])
+        root = memo.root
         index = torch.arange(len(weights), device=weights.device).repeat_interleave(len(root) // len(weights))
         own = Diagonal(weights, len(root), None if len(weights) == 1 else index)
-        return RootPlusDiagonal(HeldRows(root), own, cache=state.cache)
+        return RootPlusDiagonal(HeldRows(root), own, memo=memo)
 
     def _together(self, state: State, weights: Tensor) -> RootPlusDiagonal:
         """Vᵀ L Lᵀ V; without a gradient to carry, by the k rows Lᵀ V."""
-        if "span" not in state.cache:
-            state.cache["span"] = span_of(state.sums["sketch"], self.tests(state)[0], _eps(state))
-        span = state.cache["span"]
+        memo = state.factorizations(SketchMemo)
+        memo.span = span = memo.span or span_of(state.sums["sketch"], self.tests(state)[0], _eps(state))
         L = mixed_root(span, weights)
         if L.requires_grad:
-            return RootPlusDiagonal(HeldRows(span.V), Mixed(L), cache=state.cache)
+            return RootPlusDiagonal(HeldRows(span.V), Mixed(L), memo=memo)
         return RootPlusDiagonal(HeldRows(L.mT @ span.V), Diagonal(L.new_ones(1), L.shape[1]))
 
     def tests(self, state: State) -> Tensor:
@@ -133,10 +146,10 @@ class LowRank:
             return state.basis["tests"]
         return pseudorandom(self.rank, state.tangent).expand(state.weights, -1, -1)
 
-    def core(self, state: State) -> Tensor:
+    def cores(self, state: State) -> dict[str, Tensor]:
         """Ω G Ωᵀ (h, k, k)."""
         core = state.sums["sketch"] @ self.tests(state).mT
-        return (core + core.mT) / 2
+        return {"sketch": (core + core.mT) / 2}
 
     def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
@@ -160,6 +173,12 @@ class LowRank:
         shares = torch.where(true > 0, own / true, 1.0).clamp(max=1.0).tolist()  # more than all of it is rounding
         total = float(own.sum() / true.sum()) if bool(true.any()) else 1.0
         return total, dict(zip(state.layout.names, shares, strict=True))
+
+    def needs(self, task: Task) -> Needs:
+        """What it takes, counted (cost.py)."""
+        held = 8 * min(self.rank, task.size) * task.size * task.weights
+        note = f"rank {self.rank} of the whole"
+        return Needs(COPIES * held, state=held, kept=3 * held, passes=self.passes, by_batch=False, note=note)
 
 
 def _range(sketch: Tensor) -> Tensor:

@@ -7,15 +7,15 @@ import ctypes
 import functools
 import os
 import warnings
-from typing import Any
 
 from lapwing import given
+from lapwing.curvature.structure import Structure
 from lapwing.errors import LapwingWarning
 
 ASSUMED = 8 * 2**30  # bytes
 
 
-def count_bytes(structure: Any) -> None:
+def count_bytes(structure: Structure) -> None:
     """Hold the memory_budget of a frozen structure to a whole number of bytes, as an int."""
     what = f"memory_budget of {type(structure).__name__}"
     object.__setattr__(structure, "memory_budget", given.memory(structure.memory_budget, what))

@@ -20,19 +20,20 @@ import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.curvature.checkpoint import digest
-from lapwing.curvature.state import State, sizes
+from lapwing.curvature.identity import digest
+from lapwing.curvature.state import Memo, State, sizes
 from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.likelihoods import Likelihood
 
 FEW = 4.0  # decimal digits; with fewer left, a warning
 ROUNDING = 1e3  # units in the last place of the whole by which what is left may be wrong
 MATRICES, SQUARES = ("gram", "A", "B"), ("diagonal", "values", "trace", "count", "A")  # sums, by the end of their names
 COUNTS = ("sse", "square", "count")  # statistics that are never negative
-DISCRETE = ("categorical", "bernoulli")  # likelihoods whose log-probabilities are never positive
 
 
-def without(whole: State, part: State) -> State:
-    """The state of the data of `whole` that are not those of `part`, which must be among them."""
+def without(whole: State, part: State, likelihood: Likelihood | None = None) -> State:
+    """The state of the data of `whole` that are not those of `part`, which must be among them; with the fit's
+    likelihood, what it says of log p is checked too."""
     whole.belongs(part, "subtract")
     if whole.factor.kind == "monte_carlo" and not whole.holds_data:
         raise InvalidValue(
@@ -49,9 +50,12 @@ def without(whole: State, part: State) -> State:
         batches=_rows_left(whole, part) if whole.holds_data else (),
         targets=None if whole.targets is None or part.targets is None else (whole.targets - part.targets) % 2**64,
         inputs=None if whole.inputs is None or part.inputs is None else whole.inputs - part.inputs,
-        cache={},
+        memo=Memo(),
     )
-    _check_statistics(whole, left)
+    _check_statistics(whole, left, likelihood is not None and likelihood.discrete)
+    cores = [state.structure.cores(state) for state in (whole, left)]
+    for key, core in cores[1].items():
+        _positive(key, whole, cores[0][key], core)
     left = replace(left, sums={key: _checked(key, whole, left) for key in left.sums})
     left = replace(left, lost=whole.lost + _cancelled(whole, left))
     if left.digits < FEW:
@@ -94,8 +98,8 @@ def _never(what: str, value: float) -> InvalidValue:
     )
 
 
-def _check_statistics(whole: State, left: State) -> None:
-    signs = dict.fromkeys(COUNTS, 1.0) | ({"log_lik": -1.0} if whole.likelihood in DISCRETE else {})
+def _check_statistics(whole: State, left: State, discrete: bool) -> None:
+    signs = dict.fromkeys(COUNTS, 1.0) | ({"log_lik": -1.0} if discrete else {})
     for key, value in left.statistics.items():
         worst = float((signs.get(key, 0.0) * value).min())
         if worst < -_tolerance(whole, whole.statistics[key]):
@@ -106,9 +110,6 @@ def _checked(key: str, whole: State, left: State) -> Tensor:
     """A sum, if squares can add up to it; what is below zero by rounding becomes zero."""
     before, value, name = whole.sums[key], left.sums[key], key.rpartition("/")[2]
     if whole.factor.kind == "hessian":
-        return value
-    if name == "sketch":
-        _positive(key, whole, *(state.structure.core(state) for state in (whole, left)))
         return value
     if name in MATRICES and value.ndim > 2:
         return _positive(key, whole, before, value)

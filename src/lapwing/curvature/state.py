@@ -12,36 +12,44 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapwing import registry
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.parts import Part
+from lapwing.curvature.structure import Structure
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import polarization
-from lapwing.packing import Expected
+from lapwing.operators.memo import Grouping
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 
-Kept = tuple[dict[str, Expected], dict[str, Expected]]  # what a structure's sums and basis are like, by their names
 SAME = 1e-4  # how far sums over the same data may be apart, relative
+M = TypeVar("M")
 
 
-def register(cls: type) -> type:
-    """A structure that files can name: a class decorator, above @dataclass. `Layered`'s subclasses need none."""
-    registry.enter("structure", cls)
-    return cls
+@dataclass(eq=False)
+class Memo:
+    """What follows from a state, made on demand and once; each thing has a name and an owner, who alone writes it."""
+
+    own: Any = None  # the structure's, in a class of its own: State.factorizations
+    scatter: tuple[Grouping, Tensor] | None = None  # ‖θ_g − m_g‖² of the last prior's groups, (g,): evidence.py
+    jacobian: Any = None  # J over the data, where its rows fit the memory budget: api.py
+    said_dropped: bool = False  # whether a warning has named the weights that a g-prior drops: posterior.py
+
+    def clear(self) -> None:
+        """Forget all of it: what is asked for is made again."""
+        vars(self).update(vars(Memo()))
 
 
 @dataclass(frozen=True, eq=False)
 class State:
     """What a pass over the data has summed; it depends on neither prior nor noise."""
 
-    structure: Any
+    structure: Structure
     factor: Factor
     likelihood: str  # its name
     weights: int  # how many curvature weights the likelihood has
@@ -50,16 +58,16 @@ class State:
     n: int  # examples
     statistics: dict[str, Tensor]
     sums: dict[str, Tensor]
-    basis: dict[str, Tensor] = field(default_factory=dict)  # in which the sums are, where they need one
+    basis: dict[str, Tensor] = field(default_factory=dict)  # of the sums, where they need one; never written to
     parts: tuple[Part, ...] = ()  # of structures that treat the network part by part
     batches: tuple[tuple[Any, Tensor], ...] = ()  # (inputs, cotangents (n, K, ..., c))
-    coverage: dict[str, str] = field(default_factory=dict)
+    coverage: dict[str, str] = field(default_factory=dict)  # how each parameter is treated; never written to
     source: Any = None  # of products over the data, for the matrix-free form only; never saved
     targets: int | None = None  # a digest of what was fitted to, in any order; None where it is not known
     inputs: Tensor | None = None  # sums over the inputs (fixed.py), by which another pass is known; None: not known
     paired: bool = False  # whether those weights are of outputs and of pairs of them (likelihoods/polarization.py)
     lost: float = 0.0  # decimal digits that cancelled when data were taken out, at the most
-    cache: dict[Any, Any] = field(default_factory=dict)  # factorizations, made on demand
+    memo: Memo = field(default_factory=Memo)
 
     @property
     def layout(self) -> Layout:
@@ -87,9 +95,11 @@ class State:
         """Decimal digits that its sums are good to, after what removals have cost."""
         return -math.log10(self.eps) - self.lost
 
-    def kept_of(self, part: str) -> dict[Any, Any]:
-        """Where factorizations of one part are kept: apart from those of the whole, whatever the part is called."""
-        return self.cache.setdefault(("part", part), {})
+    def factorizations(self, kind: type[M]) -> M:
+        """What its structure keeps of it, in that structure's own class: all its operators share it."""
+        if not isinstance(self.memo.own, kind):
+            self.memo.own = kind()
+        return self.memo.own
 
     def belongs(self, other: State, verb: str = "add") -> None:
         """Raise unless the sums of both are of the same kind, at the same weights."""
@@ -124,7 +134,7 @@ class State:
             targets=None if self.targets is None or other.targets is None else (self.targets + other.targets) % 2**64,
             inputs=None if self.inputs is None or other.inputs is None else self.inputs + other.inputs,
             lost=max(self.lost, other.lost),
-            cache={},
+            memo=Memo(),
         )
 
     def __repr__(self) -> str:

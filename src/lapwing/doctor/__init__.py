@@ -17,10 +17,11 @@ from torch.utils.data import Dataset
 
 from lapwing import arguments, tree
 from lapwing import data as loading
+from lapwing.curvature import BUDGET, Probe
 from lapwing.doctor.checks import loader_checks, model_checks, tied, value_checks
 from lapwing.doctor.outputs import likelihood_checks, output_checks
-from lapwing.doctor.plan import Plan, draw_up, free_memory
-from lapwing.doctor.reading import Sample, read
+from lapwing.doctor.plan import AUTO, LAST, Outlook, draw_up, free_memory
+from lapwing.doctor.reading import Excerpt, read
 from lapwing.doctor.report import Cost, Finding, Report, size
 from lapwing.doctor.training import closely_fitted, dead_checks, fit_checks, slope, training_checks
 from lapwing.errors import InvalidValue, LapwingError, NetworkFailed
@@ -37,23 +38,29 @@ def doctor(
     data: Any,
     likelihood: Any,
     *,
+    structure: Any = AUTO,
     subset: Any = "all",
     forward: Any = None,
     memory_budget: float | None = None,
 ) -> Report:
     """Look at a problem before fitting; print what comes back.
 
-    The arguments are those of `laplace`. memory_budget: bytes that the recommended call may take; by default what is
-    free on the device. The model, its gradients and the user's random state are left as they were.
+    The arguments are those of `laplace`. structure: one to plan beside the usual ones, and to recommend where it fits;
+    one's own is known by a trial, where it does not say what it `needs`. memory_budget: bytes that the recommended call
+    may take; by default what is free on the device. The model, its gradients and the random state are left as they
+    were.
     """
     _refuse_nonsense(model, data, subset, forward)
     budget = None if memory_budget is None else arguments.as_budget(memory_budget)
-    visit = _Visit(model, arguments.as_likelihood(likelihood), subset, forward, budget)
-    batches = visit.attempt("data", lambda: _batches(data))
-    with loading.unchanged_rng(batches), warnings.catch_warnings():
+    if not (isinstance(structure, str) and structure == AUTO):
+        arguments.as_structure(structure, Probe(1, 1, 1, 1, None), BUDGET)  # raises, and says what it may be
+    visit = _Visit(model, arguments.as_likelihood(likelihood), budget, subset, forward, structure)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a fit would warn about is a finding here
-        visit.examine(batches)
-        return visit.report(likelihood if isinstance(likelihood, str) else None)
+        batches = visit.attempt("data", lambda: loading.as_batches(data))
+        with loading.unchanged_rng(batches):
+            visit.examine(batches)
+            return visit.report(likelihood if isinstance(likelihood, str) else None)
 
 
 def _refuse_nonsense(model: Any, data: Any, subset: Any, forward: Any) -> None:
@@ -73,26 +80,20 @@ def _refuse_nonsense(model: Any, data: Any, subset: Any, forward: Any) -> None:
         )
 
 
-def _batches(data: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return loading.as_batches(data)
-
-
 class _Visit:
     """One examination, stage by stage; a stage that cannot run leaves its findings and ends the visit."""
 
-    def __init__(self, model: nn.Module, likelihood: Likelihood, subset: Any, forward: Any, budget: int | None) -> None:
+    def __init__(self, model: nn.Module, likelihood: Likelihood, budget: int | None, *choices: Any) -> None:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.wrapped = self.model is not model
-        self.subset, self.forward, self.budget = subset, forward, budget
+        self.budget, (self.subset, self.forward, self.structure) = budget, choices
         self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.likelihood = likelihood.to(self.device)
         self.limit = budget or free_memory(self.device)
         self.findings: list[Finding] = []
-        self.sample: Sample | None = None
+        self.sample: Excerpt | None = None
         self.tangent: TangentModel | None = None
-        self.plan: Plan | None = None
+        self.plan: Outlook | None = None
         self.outputs: list[Tensor] = []
         self.fitted = False  # so closely that the evidence is no guide
 
@@ -126,7 +127,7 @@ class _Visit:
         if all(f.topic in ("loader", "augmentation") for f in self.findings if f.severity == "error"):
             self._run(sample)  # what is wrong with the order of data, or their number, is no matter here
 
-    def _run(self, sample: Sample) -> None:
+    def _run(self, sample: Excerpt) -> None:
         x = sample.first[0]
         hint = _dtype_hint(self.model, x) or "; call model(x) on a batch to see it, or say how with forward="
         self.tangent = self.attempt(
@@ -146,21 +147,22 @@ class _Visit:
         if not self.failed("outputs", "targets", "gradient"):
             self.plan = self.attempt("plan", lambda: self._plan(tangent, sample))
 
-    def _gradients(self, tangent: TangentModel, sample: Sample) -> list[Finding]:
-        found = slope(tangent, self.likelihood, sample.spread)
+    def _gradients(self, tangent: TangentModel, sample: Excerpt) -> list[Finding]:
+        trained = self.likelihood.predictive  # a classifier was trained on labels, whatever it is fitted to
+        found = slope(tangent, trained, sample.spread)
         dead = dead_checks(tangent, self.outputs[0], sample.spread[0][0])
         self.fitted = closely_fitted(self.likelihood, found, self.outputs[0][0, ..., 0].numel())
         fit = fit_checks(found) if self.fitted else ()
-        return [*training_checks(tangent, self.likelihood, found, sample), *fit, *dead]
+        return [*training_checks(tangent, trained, found, sample), *fit, *dead]
 
-    def _plan(self, tangent: TangentModel, sample: Sample) -> Plan:
+    def _plan(self, tangent: TangentModel, sample: Excerpt) -> Outlook:
         last = None
         if isinstance(self.subset, str) and self.subset == "all":
             try:
                 last = linearize(self.model, "last_layer", forward=self.forward, example=sample.first[0])
             except LapwingError:  # there is none
                 last = None
-        return draw_up(tangent, last, self.likelihood, sample, self.limit, self.budget)
+        return draw_up(tangent, last, self.likelihood, sample, self.limit, self.budget, self.structure)
 
     # -- the report -----------------------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class _Visit:
             epoch=self.plan.epoch if self.plan else float("nan"),
         )
 
-    def _say_memory(self, plan: Plan) -> None:
+    def _say_memory(self, plan: Outlook) -> None:
         for name, text in plan.failures.items():
             self.findings.append(Finding("warning", "plan", f"{name} failed on the first batch with {text}"))
         large = [name for name, cost in plan.costs.items() if not cost.fits]
@@ -200,14 +202,14 @@ class _Visit:
             message = f"{', '.join(large)} would not fit {size(self.limit)}; {plan.choice} does"
             self.findings.append(Finding("ok", "memory", message))
 
-    def _call(self, plan: Plan, likelihood: str | None) -> str:
+    def _call(self, plan: Outlook, likelihood: str | None) -> str:
         arguments = ["model", "data", repr(likelihood) if likelihood else "likelihood"]
-        if plan.choice == "last_layer":
-            arguments.append("subset='last_layer'")
+        if plan.choice == LAST:
+            arguments.append(f"subset={LAST!r}")
         elif not (isinstance(self.subset, str) and self.subset == "all"):
             plain = isinstance(self.subset, (str, list)) and len(repr(self.subset)) < 80
             arguments.append(f"subset={self.subset!r}" if plain else "subset=subset")
-        arguments.append(f"structure={plan.structure!r}")
+        arguments.append(f"structure={plan.structure!r}" if isinstance(plan.structure, str) else "structure=structure")
         if self.forward is not None:
             arguments.append("forward=forward")
         if self.budget is not None:

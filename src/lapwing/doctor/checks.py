@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from lapwing import data as loading
 from lapwing import fixed, tree
 from lapwing.curvature import rules
-from lapwing.doctor.reading import Batch, Sample
+from lapwing.doctor.reading import Batch, Excerpt
 from lapwing.doctor.report import Finding
 from lapwing.tree import layer_of
 
@@ -176,7 +176,7 @@ def _normalization(model: nn.Module) -> Iterator[Finding]:
 # -- the data ------------------------------------------------------------------------------------------------------
 
 
-def loader_checks(batches: Any, sample: Sample) -> Iterator[Finding]:
+def loader_checks(batches: Any, sample: Excerpt) -> Iterator[Finding]:
     """What the loader says: examples left out, streams, order."""
     lost = loading.dropped(batches)
     if lost:
@@ -203,7 +203,7 @@ def loader_checks(batches: Any, sample: Sample) -> Iterator[Finding]:
     yield from _augmentation(sample)
 
 
-def _stream(batches: Any, sample: Sample) -> Iterator[Finding]:
+def _stream(batches: Any, sample: Excerpt) -> Iterator[Finding]:
     if not isinstance(batches, DataLoader) or not isinstance(batches.dataset, IterableDataset):
         return
     if batches.drop_last:
@@ -235,7 +235,7 @@ def _sampling(sampler: Any) -> Iterator[Finding]:
         yield Finding("note", "loader", message)
 
 
-def _augmentation(sample: Sample) -> Iterator[Finding]:
+def _augmentation(sample: Excerpt) -> Iterator[Finding]:
     if sample.again is None:
         return
     parts = [

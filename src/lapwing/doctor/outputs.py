@@ -11,7 +11,7 @@ from torch import Tensor
 from lapwing import tree
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.applied import applied
-from lapwing.doctor.reading import Sample
+from lapwing.doctor.reading import Excerpt
 from lapwing.doctor.report import Finding
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import Likelihood
@@ -65,7 +65,7 @@ def _apart(tangent: TangentModel, f: Tensor, x: Any) -> float:
 
 
 def likelihood_checks(
-    tangent: TangentModel, likelihood: Likelihood, outputs: list[Tensor], sample: Sample
+    tangent: TangentModel, likelihood: Likelihood, outputs: list[Tensor], sample: Excerpt
 ) -> Iterator[Finding]:
     """`outputs` are those of the batches of sample.spread."""
     f = outputs[0]
@@ -82,7 +82,7 @@ def _link(tangent: TangentModel, likelihood: Likelihood, outputs: Tensor, x: Any
     sure, words = applied(tangent, likelihood, f, x)
     if words:
         yield Finding("error" if sure else "warning", "likelihood", words)
-    elif likelihood.response == "softmax" and f.shape[-1] > 1 and _log_softmax(f):
+    elif likelihood.response == "softmax" and not likelihood.quadratic and f.shape[-1] > 1 and _log_softmax(f):
         message = (
             "the outputs are log-probabilities (log_softmax is applied); curvature and evidence are the same, but "
             "link='probit' sees other variances: prefer logits, the default link, or link='probit_centered'"
@@ -94,7 +94,7 @@ def _log_softmax(f: Tensor) -> bool:
     return bool((torch.logsumexp(f, -1).abs() < min(1e3 * torch.finfo(f.dtype).eps, 0.1)).all())
 
 
-def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Sample) -> Iterator[Finding]:
+def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Excerpt) -> Iterator[Finding]:
     for f, (_, y) in zip(outputs, sample.spread, strict=True):
         if not isinstance(y, Tensor):
             yield Finding("error", "targets", f"targets must be a tensor, got {type(y).__name__}")
@@ -106,45 +106,22 @@ def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Sample) -> I
         try:
             likelihood.validate(flat_outputs(f), flat_targets(f, y))
         except LapwingError as error:
-            yield Finding("error", "targets", f"{error}{_target_hint(likelihood, f, y)}")
+            yield Finding("error", "targets", f"{error}{likelihood.target_hint(f, y)}")
             return
-    yield from _every_label(likelihood, outputs[0].shape[-1], sample)
+    yield from _every_label(likelihood, outputs[0], sample)
 
 
-def _target_hint(likelihood: Likelihood, f: Tensor, y: Tensor) -> str:
-    whole = y.is_floating_point() and bool((y == y.round()).all())
-    if likelihood.name == "categorical":
-        if y.shape == f.shape and bool(((y == 0) | (y == 1)).all()) and bool((y.sum(-1) == 1).all()):
-            return ". They are one-hot: give y.argmax(-1)"
-        if y.is_floating_point() and not whole:
-            return ". They look like regression targets: use likelihood='gaussian'"
-        if not y.is_floating_point() and y.numel() and int(y.min()) == 1 and int(y.max()) == f.shape[-1]:
-            return ". They seem to count from 1: subtract it"
-        if y.ndim == f.ndim and y.shape[-1] == 1:
-            return ". Drop the last dimension with y.squeeze(-1)"
-    return ""
-
-
-def _every_label(likelihood: Likelihood, c: int, sample: Sample) -> Iterator[Finding]:
-    """Labels that lie in memory are checked to the last; regression on what looks like classes is named."""
-    labels = sample.labels if sample.labels is not None else torch.cat([y.reshape(-1) for _, y in sample.spread])
-    labels = labels.reshape(-1)
-    if likelihood.name == "categorical":
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= c:
-            yield Finding("error", "targets", f"labels run from {low} to {high}, outside 0..{c - 1} of the outputs")
-        elif high < c - 1 and labels.numel() >= 20 * c:
-            message = f"labels run to {high} in {labels.numel():,} examples, but there are {c} outputs"
-            yield Finding("note", "targets", message)
-    elif likelihood.name == "bernoulli":
-        if not bool(((labels == 0) | (labels == 1)).all()):
-            yield Finding("error", "targets", "bernoulli targets must be 0 or 1; some are not")
-    elif likelihood.name == "gaussian":
-        if not bool(torch.isfinite(labels).all()):
-            yield Finding("error", "targets", "the targets hold NaN or infinite values; clean the data before fitting")
-        elif labels.numel() >= ENOUGH and bool((labels == labels.round()).all()) and labels.unique().numel() <= 10:
-            message = (
-                f"the targets take {labels.unique().numel()} whole values only; if they are class labels, use "
-                "likelihood='categorical' with integer labels"
-            )
-            yield Finding("note", "targets", message)
+def _every_label(likelihood: Likelihood, f: Tensor, sample: Excerpt) -> Iterator[Finding]:
+    """Targets that lie in memory are held to the likelihood to the last, unless a collate function changes them."""
+    few, every = sample.spread[0][1], sample.labels
+    if every is not None and (every.dtype, every.shape[1:]) == (few.dtype, few.shape[1:]):
+        rows = flat_targets(f.new_empty(len(every), *f.shape[1:-1], 0), every)
+        try:
+            likelihood.validate(flat_outputs(f)[:1].expand(len(rows), -1).to(every.device), rows)
+        except LapwingError as error:
+            yield Finding("error", "targets", str(error))
+            return
+    seen = every if every is not None else torch.cat([y.reshape(-1) for _, y in sample.spread])
+    note = likelihood.target_note(seen.reshape(-1), f.shape[-1])
+    if note:
+        yield Finding("note", "targets", note)

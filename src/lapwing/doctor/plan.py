@@ -9,33 +9,35 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lapwing import arguments
-from lapwing.curvature import BUDGET, Full
-from lapwing.curvature.accumulate import covered
+from lapwing.curvature import BUDGET
+from lapwing.curvature.cost import NEW, Needs, Rates, Task
 from lapwing.curvature.memory import physical_memory
-from lapwing.doctor.needs import Need, Problem, Rates, measure, need, survey, with_products
-from lapwing.doctor.reading import Sample
+from lapwing.curvature.structure import covered
+from lapwing.doctor.needs import measure, needs_of, resolved, survey
+from lapwing.doctor.reading import Batch, Excerpt
 from lapwing.doctor.report import Cost
-from lapwing.doctor.trial import THOUSAND, gradient_seconds
+from lapwing.doctor.trial import gradient_seconds, jacobian_seconds
 from lapwing.errors import InvalidValue, LapwingError
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
-NAMES = ("full (primal)", "full (dual)", "kron", "block", "diag")
+AUTO, LAST = "auto", "last_layer"  # what laplace may be told
 FAILS = (LapwingError, RuntimeError, ValueError, TypeError, NotImplementedError)  # of the user's model, in a trial
 LIBRARIES = 16 * 2**20  # bytes of buffers that torch's libraries keep for themselves
 
 
 @dataclass(frozen=True)
-class Plan:
+class Outlook:
     """What each structure costs, and which is recommended."""
 
     costs: dict[str, Cost]
     choice: str  # a name of costs
-    structure: str  # what to pass to laplace
+    structure: Any  # what to pass to laplace
     working: int  # the memory_budget to pass
     treatment: dict[str, str]
     epoch: float  # seconds of a gradient epoch
@@ -46,105 +48,101 @@ def draw_up(
     tangent: TangentModel,
     last: TangentModel | None,
     likelihood: Likelihood,
-    sample: Sample,
+    sample: Excerpt,
     limit: int,
     budget: int | None,
-) -> Plan:
-    """Plan every structure, and the last layer alone where there is one."""
+    structure: Any = AUTO,
+) -> Outlook:
+    """Plan every structure, the user's own among them, and the last layer alone where there is one."""
     working = BUDGET if budget is None else max(2**16, budget // 2)
-    problem = survey(tangent, likelihood, sample, working)
-    basic = measure(problem, sample)
-    rates, failures = _rates(basic, problem)
-    names = NAMES if problem.counted else tuple(name for name in NAMES if name != "full (dual)")
-    needs, failed = _needs(problem, rates, names)
-    failures |= failed
+    failures: dict[str, str] = {}
+    basic = measure(tangent, likelihood, sample)
+    task = survey(tangent, likelihood, sample, working, _rates(basic, tangent, sample.first, failures))
+    options = _options(task, structure, failures)
+    rows = {str(one): one for one in arguments.planned(working)} | {name: one for name, (_, one) in options.items()}
+    needs, tasks = _needs(task, rows, failures), dict.fromkeys(options, task)
     if last is not None and last.layout.size < tangent.layout.size:
-        small = survey(last, likelihood, sample, working)
-        name, _ = _preferred(small)
-        found, more = _needs(small, _rates(basic, small)[0], (name,))
-        if name in found:
-            needs["last_layer"] = replace(found[name], note=name.split()[0])
+        small = survey(last, likelihood, sample, working, _rates(basic, last, sample.first, {}))
+        tasks[LAST], options[LAST] = small, (AUTO, resolved(AUTO, small))
+        found = _needs(small, {LAST: options[LAST][1]}, failures)
+        needs |= {name: replace(one, note=arguments.automatic(small.probe)) for name, one in found.items()}
+    again = gradient_seconds(tangent, likelihood, sample.first)  # before and after: the load of a machine varies
+    unit = min(basic.gradient, again) + basic.read
+    costs = {name: _cost_of(one, task, unit, limit) for name, one in needs.items()}
+    choice = _choose([name for name in options if name in costs], costs, failures)
+    costs[choice] = replace(costs[choice], note=f"{costs[choice].note}, recommended".removeprefix(", "))
+    epoch, (word, chosen) = task.n * unit if task.counted else math.nan, options[choice]
+    return Outlook(costs, choice, word, working, _treatment(tasks[choice], chosen), epoch, failures)
+
+
+def _options(task: Task, structure: Any, failures: dict[str, str]) -> dict[str, tuple[Any, Any]]:
+    """What may be recommended, the best first: {row: (what to pass, the structure as it will be fitted)}."""
+    options: dict[str, tuple[Any, Any]] = {}
+    for word in (structure, arguments.automatic(task.probe), *arguments.FALLBACKS):
+        if isinstance(word, str) and word == AUTO:
+            continue
+        try:
+            found = resolved(word, task)
+        except FAILS as error:
+            failures[str(word)] = _first_line(error)
         else:
-            failures["last_layer"] = more[name]
-    again = gradient_seconds(tangent, likelihood, problem.batch)  # before and after: the load of a machine varies
-    unit = min(rates.gradient, again) + rates.read
-    costs = {
-        name: _cost_of(found, problem, unit, limit) for name, found in needs.items() if not math.isnan(found.memory)
-    }
-    if not set(costs) & {_preferred(problem)[0], "kron", "diag", "last_layer"}:
-        raise InvalidValue(f"no structure works; {'; '.join(f'{name}: {text}' for name, text in failures.items())}")
-    choice, structure = _choose(problem, costs)
-    chosen = problem if choice != "last_layer" else survey(last, likelihood, sample, working)  # type: ignore[arg-type]
-    costs[choice] = replace(costs[choice], note=f"{costs[choice].note}, recommended")
-    epoch = problem.n * unit if problem.counted else math.nan
-    return Plan(costs, choice, structure, working, _treatment(chosen, structure), epoch, failures)
+            options.setdefault(str(found), (word, found))
+    return options
 
 
-def _cost_of(found: Need, problem: Problem, unit: float, limit: int) -> Cost:
+def _cost_of(found: Needs, task: Task, unit: float, limit: int) -> Cost:
+    copied = [*task.tangent.params.values(), *task.tangent.constants.values()]
+    beside = sum(t.numel() * t.element_size() for t in copied) + LIBRARIES
     peaks = found.memory, max(found.memory, found.kept + found.work)
-    at_map, memory = (int(min(peak + problem.copies + LIBRARIES, 2**62)) for peak in peaks)
-    epoch = problem.n * unit
+    at_map, memory = (int(min(peak + beside, 2**62)) for peak in peaks)
+    epoch = task.n * unit
     tune, tangent, each = (
-        seconds / epoch if problem.counted else math.nan for seconds in (found.tune, found.tangent, found.each)
+        seconds / epoch if task.counted else math.nan for seconds in (found.tune, found.tangent, found.each)
     )
-    predict, fits = found.predict / (THOUSAND * unit), memory <= limit
+    predict, fits = found.predict / (NEW * unit), memory <= limit
     return Cost(memory, found.fit / epoch, tune, predict, fits, found.note, tangent, each, at_map)
 
 
-def _rates(basic: Rates, problem: Problem) -> tuple[Rates, dict[str, str]]:
+def _rates(basic: Rates, tangent: TangentModel, batch: Batch, failures: dict[str, str]) -> Rates:
     """With the seconds of products with J; they stay unknown where J cannot be multiplied by, and why."""
     try:
-        return with_products(basic, problem), {}
+        push, pull = jacobian_seconds(tangent, batch)
     except FAILS as error:
-        return basic, {"center='tangent'": _told_error(error)}
+        failures["center='tangent'"] = _first_line(error)
+        return basic
+    return replace(basic, push=push, pull=pull)
 
 
-def _needs(problem: Problem, rates: Rates, names: tuple[str, ...]) -> tuple[dict[str, Need], dict[str, str]]:
-    """What each structure takes; and, where its trial failed, why."""
-    needs, failures = {}, {}
-    for name in names:
+def _needs(task: Task, rows: dict[str, Any], failures: dict[str, str]) -> dict[str, Needs]:
+    """What each structure takes; where its trial fails, `failures` says why."""
+    out: dict[str, Needs] = {}
+    for name, structure in rows.items():
         try:
-            needs[name] = need(name, problem, rates)
+            found = needs_of(structure, task)
         except FAILS as error:
-            failures[name] = _told_error(error)
-    return needs, failures
+            failures[name] = _first_line(error)
+        else:
+            out |= {} if found is None else {name: found}
+    return out
 
 
-def _told_error(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
-def _preferred(problem: Problem) -> tuple[str, str]:
-    """The structure of the highest quality that is not out of proportion: a name of the plan, and of laplace."""
-    rows = problem.n * problem.outputs if problem.counted else math.inf
-    if min(problem.size, rows) <= arguments.SMALL:
-        return ("full (primal)" if problem.primal else "full (dual)"), "full"
-    return "kron", "kron"
+def _choose(names: list[str], costs: dict[str, Cost], failures: dict[str, str]) -> str:
+    """The first that fits; where none does, the least."""
+    if not names:
+        raise InvalidValue(f"no structure works; {'; '.join(f'{name}: {text}' for name, text in failures.items())}")
+    return next((name for name in names if costs[name].fits), min(names, key=lambda name: costs[name].memory))
 
 
-def _choose(problem: Problem, costs: dict[str, Cost]) -> tuple[str, str]:
-    options = dict([_preferred(problem), ("kron", "kron"), ("diag", "diag"), ("last_layer", "auto")])
-    known = {name: structure for name, structure in options.items() if name in costs}
-    for name, structure in known.items():
-        if costs[name].fits:
-            return name, structure
-    least = min(known, key=lambda name: costs[name].memory)
-    return least, known[least]
-
-
-def _treatment(problem: Problem, structure: str) -> dict[str, str]:
+def _treatment(task: Task, structure: Any) -> dict[str, str]:
     """What la.coverage will say."""
-    chosen = arguments.as_structure(structure, problem.seen, problem.working)
-    if isinstance(chosen, Full):
-        full = replace(chosen, form="primal" if problem.primal else "dual")
-        return covered(full, (), problem.tangent) | _rest(problem)
-    parts = chosen.parts(problem.tangent, problem.seen.inputs)
-    return covered(chosen, parts, problem.tangent) | _rest(problem)
-
-
-def _rest(problem: Problem) -> dict[str, str]:
-    names, layout = (n for n, _ in problem.tangent.model.named_parameters()), problem.tangent.layout
-    return {n: "frozen" for n in names if n not in layout.shapes and n not in layout.empty}
+    tangent, parts = task.tangent, getattr(structure, "parts", None)
+    treated = covered(structure, () if parts is None else parts(tangent, task.probe.inputs), tangent)
+    frozen = [name for name, _ in tangent.model.named_parameters() if name not in treated]
+    return treated | dict.fromkeys(frozen, "frozen")
 
 
 def free_memory(device: torch.device) -> int:

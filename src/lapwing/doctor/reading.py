@@ -29,7 +29,7 @@ Batch = tuple[Any, Any]  # (inputs, targets)
 
 
 @dataclass(frozen=True)
-class Sample:
+class Excerpt:
     """What was read of the data."""
 
     n: int | None  # examples in all, where that can be told without a pass
@@ -42,7 +42,7 @@ class Sample:
     seconds: float = 0.0  # to read an example, where the data are not in memory
 
 
-def read(batches: Iterable[Any], device: torch.device) -> Sample:
+def read(batches: Iterable[Any], device: torch.device) -> Excerpt:
     """Read a sample; whatever the user's code raises on the way becomes an InvalidValue that names it."""
     try:
         if isinstance(batches, loading.TensorBatches):
@@ -60,7 +60,7 @@ def read(batches: Iterable[Any], device: torch.device) -> Sample:
     return _moved(sample, device)
 
 
-def _of_tensors(batches: loading.TensorBatches) -> Sample:
+def _of_tensors(batches: loading.TensorBatches) -> Excerpt:
     if batches.n == 0:
         raise _empty()
 
@@ -72,7 +72,7 @@ def _of_tensors(batches: loading.TensorBatches) -> Sample:
     first = list(range(min(batches.n, batches.size, EXAMPLES)))
     labels = batches.targets if isinstance(batches.targets, Tensor) else None
     size = min(batches.size, batches.n)
-    return Sample(batches.n, size, take(first), None, (take(_evenly(range(batches.n))),), labels, True)
+    return Excerpt(batches.n, size, take(first), None, (take(_evenly(range(batches.n))),), labels, True)
 
 
 def _can_index(batches: Any) -> bool:
@@ -83,7 +83,7 @@ def _can_index(batches: Any) -> bool:
     )
 
 
-def _of_loader(loader: DataLoader) -> Sample:
+def _of_loader(loader: DataLoader) -> Excerpt:
     """Through the dataset and the collate function themselves, so that no worker starts."""
     fetch = _fetcher(loader)
     groups = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -105,7 +105,7 @@ def _of_loader(loader: DataLoader) -> Sample:
         spread, seconds = (one,), min(a / len(index), b / len(index), c / len(picked))
     n = None if loader.batch_sampler is None else loading.examples(loader)
     tensors = loader.dataset.tensors if isinstance(loader.dataset, TensorDataset) else ()
-    return Sample(n, size, first, again, spread, tensors[1] if len(tensors) == 2 else None, True, seconds)
+    return Excerpt(n, size, first, again, spread, tensors[1] if len(tensors) == 2 else None, True, seconds)
 
 
 def _timed(fetch: Callable[[Any], Batch], index: Any) -> tuple[Batch, float]:
@@ -128,15 +128,15 @@ def _fetcher(loader: DataLoader) -> Callable[[Any], Batch]:
     return fetch
 
 
-def _of_list(batches: Sequence[Any]) -> Sample:
+def _of_list(batches: Sequence[Any]) -> Excerpt:
     if not len(batches):
         raise _empty()
     spread = tuple(_head(loading.split(batches[i])) for i in _evenly(range(len(batches)), BATCHES))
     first = loading.split(batches[0])
-    return Sample(loading.examples(batches), _size(first), _head(first), None, spread, None, True)
+    return Excerpt(loading.examples(batches), _size(first), _head(first), None, spread, None, True)
 
 
-def _of_stream(batches: Iterable[Any]) -> Sample:
+def _of_stream(batches: Iterable[Any]) -> Excerpt:
     heads = [loading.split(b) for b in itertools.islice(iter(batches), BATCHES)]
     if not heads:
         raise _empty(batches)
@@ -146,7 +146,7 @@ def _of_stream(batches: Iterable[Any]) -> Sample:
     size = _size(heads[0])
     n = loading.examples(batches)
     cut = tuple(_head(h) for h in heads)
-    return Sample(n, size, cut[0], _head(again), cut, None, False)
+    return Excerpt(n, size, cut[0], _head(again), cut, None, False)
 
 
 def _empty(batches: Any = None) -> InvalidValue:
@@ -184,7 +184,7 @@ def _head(batch: Batch) -> Batch:
     return tree.rows_of(x, index), tree.rows_of(y, index)
 
 
-def _moved(sample: Sample, device: torch.device) -> Sample:
+def _moved(sample: Excerpt, device: torch.device) -> Excerpt:
     def move(batch: Any) -> Any:
         return None if batch is None else tuple(tree.moved(part, device) for part in batch)
 

@@ -131,7 +131,7 @@ def plan_rows(report: Report) -> list[list[str]]:
     """The table of costs, row by row, with its head."""
     rows = [["structure", "peak memory", "fit", "tune", "tangent", "predict", ""]]
     for name, cost in report.plan.items():
-        remark = cost.note if cost.fits else f"{cost.note}, too large"
+        remark = cost.note if cost.fits else f"{cost.note}, too large".removeprefix(", ")
         rows.append(
             [name, size(cost.memory), *map(significant, (cost.fit, cost.tune, cost.tangent, cost.predict)), remark]
         )

@@ -21,7 +21,7 @@ from lapwing import tree
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.doctor.checks import named, plural
 from lapwing.doctor.outputs import ENOUGH
-from lapwing.doctor.reading import Batch, Sample
+from lapwing.doctor.reading import Batch, Excerpt
 from lapwing.doctor.report import Finding
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
@@ -109,7 +109,7 @@ def differentiated(
     return value.detach(), dict(zip(leaves, filled, strict=True))
 
 
-def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope, sample: Sample) -> Iterator[Finding]:
+def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope, sample: Excerpt) -> Iterator[Finding]:
     """Whether the network is trained: how steep the log-likelihood still is."""
     theta, mean = tangent.theta.double(), found.mean
     norm, size = float(mean.norm()), float(theta.norm())
@@ -145,7 +145,7 @@ def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope,
 
 def closely_fitted(likelihood: Likelihood, found: Slope, rows: int) -> bool:
     """Whether a classifier fits its training data so closely that its evidence is no guide; rows: of an example."""
-    return likelihood.classes and -found.log_prob < FITTED * rows
+    return likelihood.classes and not likelihood.quadratic and -found.log_prob < FITTED * rows
 
 
 def fit_checks(found: Slope) -> Iterator[Finding]:
@@ -158,21 +158,15 @@ def fit_checks(found: Slope) -> Iterator[Finding]:
     yield Finding("warning", "evidence", message)
 
 
-def _constant_fit(likelihood: Likelihood, sample: Sample) -> float | None:
+def _constant_fit(likelihood: Likelihood, sample: Excerpt) -> float | None:
     """The mean log-likelihood, an example, of the best prediction that ignores the input."""
-    y = torch.cat([y.reshape(-1, y.shape[-1]) if y.ndim > 1 else y for _, y in sample.spread])
-    n = sum(len(t) for _, t in sample.spread)
-    if n < ENOUGH:
+    n = sum(len(y) for _, y in sample.spread)
+    y = torch.cat([y.reshape(-1, *y.shape[y.ndim - likelihood.event_of(y) :]) for _, y in sample.spread])
+    f = likelihood.constant(y) if n >= ENOUGH else None
+    if f is None:
         return None
-    if likelihood.name == "categorical":
-        p = torch.bincount(y.reshape(-1).long()).double() / y.numel()
-        return float((p[p > 0] * p[p > 0].log()).sum()) * y.numel() / n
-    if likelihood.name == "bernoulli":
-        f = torch.logit(y.double().mean(0).clamp(1e-6, 1 - 1e-6)).expand(len(y), -1)
-        return float(likelihood.log_prob(f, y).sum()) / n
-    if likelihood.name == "gaussian":
-        return float(likelihood.log_prob(y.double().mean(0).expand(len(y), -1), y.double()).sum()) / n
-    return None
+    y = y.double() if y.is_floating_point() else y
+    return float(likelihood.log_prob(f.to(y.device).expand(len(y), -1), y).sum()) / n
 
 
 def dead_checks(tangent: TangentModel, f: Tensor, x: Any) -> Iterator[Finding]:

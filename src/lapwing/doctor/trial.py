@@ -28,6 +28,8 @@ from lapwing import tree
 from lapwing.center import Jacobian
 from lapwing.curvature import Factor, Probe, State, accumulate
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.curvature.cost import NEW
+from lapwing.curvature.layered import pretend_factorized
 from lapwing.doctor.reading import Batch
 from lapwing.doctor.training import log_prob_and_gradient
 from lapwing.likelihoods import Likelihood
@@ -40,7 +42,7 @@ from lapwing.tangent import TangentModel
 QUICK = 0.2  # seconds that one kind of trial may take, about
 REPEAT = 6  # runs of a quick one
 FEW = 8  # examples of the first, smallest trial
-THOUSAND = 1000
+SIDE, LARGE, ELEMENTS = 384, 1500, 50_000  # of the tensors that algebra is timed on
 TWIN = 10**8  # parameters of a model that may be copied
 
 
@@ -120,9 +122,7 @@ def counted(run: Callable[[], Any], known: Iterable[Tensor]) -> tuple[int, Any]:
 def gradient_seconds(tangent: TangentModel, likelihood: Likelihood, batch: Batch) -> float:
     """Of one example, in a batch like this one, as in training: on a twin of the model, where it can be copied."""
     x, y = batch
-
-    def slowly() -> Any:
-        return log_prob_and_gradient(tangent, likelihood, x, y)
+    run: Callable[[], Any] = partial(log_prob_and_gradient, tangent, likelihood, x, y)
 
     def plainly() -> Any:
         with torch.enable_grad():
@@ -130,15 +130,14 @@ def gradient_seconds(tangent: TangentModel, likelihood: Likelihood, batch: Batch
             value = likelihood.log_prob(flat_outputs(f), flat_targets(f, y)).sum()
             return torch.autograd.grad(value, weights, allow_unused=True)
 
-    run = plainly
     try:
         if sum(p.numel() for p in tangent.model.parameters()) > TWIN:
             raise MemoryError
         twin = copy.deepcopy(tangent.model).eval()
         weights = [p for p in twin.parameters() if p.requires_grad]
         plainly()
+        run = plainly
     except Exception:  # a model that is too large or odd to be copied, or whose parameters are all frozen
-        run = slowly
         run()
     return seconds(run, tangent.device) / len(y)
 
@@ -240,7 +239,7 @@ def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> Pr
     """Predict with a posterior whose eigenvectors are replaced by the identity's: they cost as much to use and
     nothing to find. Inputs are run LARGEST at a time, so no more are needed to see a piece of that size; where there
     is no time for so many, fewer, with a budget in proportion."""
-    _pretend_decomposed(state)
+    pretend_factorized(state)
     tangent = state.tangent
     prior = Gaussian(1.0).bind(state.layout, tangent.device)
     posterior = condition(state, prior, likelihood)
@@ -256,27 +255,16 @@ def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> Pr
     cuts = tangent.separable(x)
     n = _affordable(run, 4, LARGEST, tangent.device) if cuts else len(tangent(x))
     took = seconds(lambda: run(n), tangent.device)
-    thousand = took / n * THOUSAND
+    thousand = took / n * NEW
     if cuts and n < LARGEST:
-        thousand = _grown(took, seconds(lambda: run(n // 2), tangent.device), n, LARGEST) / LARGEST * THOUSAND
+        thousand = _grown(took, seconds(lambda: run(n // 2), tangent.device), n, LARGEST) / LARGEST * NEW
     if took > n * QUICK:  # counting is slower still: a prediction's work stays within the budget
         return PredictTrial(thousand, budget // 2, 0)
     work, each = bytes_of(n)
     if cuts and n < LARGEST:
         less, _ = bytes_of(n // 2)
         work += (work - less) * (LARGEST - n) // (n - n // 2)
-    return PredictTrial(thousand, work, 4 * each * (THOUSAND - LARGEST))  # float64, joined, and as handed out
-
-
-def _pretend_decomposed(state: State) -> None:
-    for part in state.parts:
-        if part.kind != "kron":
-            continue
-        a, b = state.sums[f"{part.name}/A"], state.sums[f"{part.name}/B"][0]
-        ones = [torch.ones(t.shape[0], t.shape[-1], dtype=torch.float64, device=b.device) for t in (a, b)]
-        eyes = [torch.diag_embed(one) for one in ones]
-        vectors = ones[0], None if a.ndim == 2 else eyes[0], ones[1], eyes[1]
-        state.kept_of(part.name)["eigenvectors"] = vectors
+    return PredictTrial(thousand, work, 4 * each * (NEW - LARGEST))  # float64, joined, and as handed out
 
 
 def _tiled(x: Any, n: int) -> Any:
@@ -292,28 +280,23 @@ def _known(tangent: TangentModel, batch: Any) -> list[Tensor]:
 # -- dense algebra -------------------------------------------------------------------------------------------------
 
 
-def product_seconds(device: torch.device, dtype: torch.dtype, side: int = 384) -> float:
-    """Of one multiplication and addition in a matrix product."""
-    a = torch.ones(side, side, dtype=dtype, device=device)
-    a @ a
-    return seconds(lambda: a @ a, device) / side**3
+def algebra_seconds(device: torch.device) -> dict[str, float]:
+    """Of the smallest pieces of matrix products and of the evidence, by the names of `Rates`."""
+    double, single = (torch.ones(SIDE, SIDE, dtype=dtype, device=device) for dtype in (torch.float64, torch.float32))
+    large = torch.ones(LARGE, LARGE, dtype=torch.float64, device=device)
+    values = torch.ones(ELEMENTS, dtype=torch.float64, device=device)
 
-
-def sweep_seconds(device: torch.device, side: int = 1500) -> float:
-    """Of one element of a matrix in its product with a vector."""
-    a = torch.ones(side, side, dtype=torch.float64, device=device)
-    a @ a[0]
-    return seconds(lambda: a @ a[0], device) / side**2
-
-
-def element_seconds(device: torch.device, size: int = 50_000) -> float:
-    """Of one parameter in one evaluation of the evidence and its gradient."""
-    values = torch.ones(size, dtype=torch.float64, device=device)
-
-    def run() -> None:
+    def evaluate() -> None:
         with torch.enable_grad():
             log_precision = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
             torch.autograd.grad(torch.log(values + log_precision.exp()).sum(), log_precision)
 
-    run()
-    return seconds(run, device) / size
+    runs: dict[str, tuple[Callable[[], Any], int]] = {
+        "product": (lambda: double @ double, SIDE**3),
+        "product32": (lambda: single @ single, SIDE**3),
+        "sweep": (lambda: large @ large[0], large.numel()),
+        "element": (evaluate, ELEMENTS),
+    }
+    for run, _ in runs.values():
+        run()
+    return {name: seconds(run, device) / count for name, (run, count) in runs.items()}

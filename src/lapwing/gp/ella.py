@@ -29,7 +29,7 @@ from lapwing.api.verbs import LOADERS, linearized
 from lapwing.arguments import as_budget, as_likelihood, as_prior, as_ranks, as_shard, as_tangent, facts
 from lapwing.curvature import BUDGET, State, accumulate, probe
 from lapwing.errors import BrokenFile, InvalidValue, Unsupported
-from lapwing.evidence import BOUNDS, Evidence, decompose, effective_dimension
+from lapwing.evidence import Evidence, decompose, effective_dimension
 from lapwing.gp.features import Span, anchored
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
@@ -107,7 +107,7 @@ class Ella(Shell):
     @property
     def span(self) -> Span:
         """The features: V of the prior of the fit, and where they are from."""
-        return self.state.structure
+        return self.state.structure  # type: ignore[return-value]
 
     @property
     def n(self) -> int:  # type: ignore[override]
@@ -165,7 +165,7 @@ class Ella(Shell):
     @torch.inference_mode(False)
     def decompose(self) -> Evidence:
         """The log evidence by its terms, fit − quadratic − occam."""
-        return replace(decompose(*self._in_span()), bound=BOUNDS["upper"])
+        return decompose(*self._in_span())
 
     @torch.inference_mode(False)
     def effective_dimension(self) -> Tensor:
@@ -180,7 +180,7 @@ class Ella(Shell):
         state, prior, likelihood = self._in_span()
         held = (fixed,) if isinstance(fixed, str) else tuple(fixed)
         found, likelihood, tuning = tune.evidence(state, prior, likelihood, held)
-        c = float((found.precision / prior.precision).detach())
+        c = float((found.hyperparameters["precision"] / prior.precision).detach())
         return replace(self, prior=self.prior.scaled(c), likelihood=likelihood, tuning=tuning)
 
     def replace(self, prior: Any = None, likelihood: Any = None) -> Ella:
@@ -246,7 +246,7 @@ def _loaded(tensors: dict[str, Tensor], header: dict[str, Any], model: nn.Module
         raise BrokenFile(f"it is ella's, centered at {saved.center!r} with a temperature of {saved.temperature}")
     tangent = linearized(saved, model, forward, path)
     state, device = saved.attached(tangent), tangent.device
-    state = replace(state, structure=state.structure.to(device))
+    state = replace(state, structure=state.structure.to(device))  # type: ignore[attr-defined]
     with sound("its prior"):
         prior = _gaussian(saved.prior.bind(tangent.layout, device))
         return Ella(state, prior, saved.likelihood.to(device), saved.tuning)

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from lapwing import data as loading
 from lapwing import tree
-from lapwing.curvature import Factor, Full, Part, Probe, State, register
-from lapwing.curvature.accumulate import Accumulator
+from lapwing.curvature import Accumulator, Factor, Full, Part, Probe, State, Structure, register
 from lapwing.curvature.rows import StreamedRows
-from lapwing.curvature.state import Kept
+from lapwing.curvature.structure import Kept
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
@@ -38,10 +37,11 @@ LEAST = 1e-12  # of the largest eigenvalue, a dimension, below which one is roun
 
 @register
 @dataclass(frozen=True, eq=False)
-class Span:
+class Span(Structure):
     """The curvature within the span of some directions: what the loop over data needs to sum it, and a file to hold."""
 
-    shell: ClassVar[str] = "ella"  # what a file of its states is
+    bound: ClassVar[str] = "upper"
+    shell: ClassVar[str] = "ella"
     directions: Tensor  # V (k, p)
     precision: Tensor  # diag A, (p,)
     anchors: int  # rows

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lapwing import fixed, tree
 from lapwing.center import Center
-from lapwing.curvature import Factor, Full, MatrixFree, Part, State
-from lapwing.curvature.accumulate import covered
+from lapwing.curvature import Factor, Part, State, Structure
 from lapwing.curvature.cover import check_layers
 from lapwing.curvature.full import check_batches
+from lapwing.curvature.structure import covered
 from lapwing.errors import BrokenFile, InvalidValue
 from lapwing.likelihoods import Likelihood, polarization
 from lapwing.operators import Samples, Streamed
@@ -100,7 +100,7 @@ class Saved:
         moved = {name: getattr(found, name).to(device) for name in ("z", "gamma", "squares")}
         precision.remember(replace(found, **moved))
         if self.logdet is not None:
-            precision.cache["logdet"] = precision.key, mean_of(self.logdet)
+            precision.remember_logdet(mean_of(self.logdet))
 
 
 # -- packing -----------------------------------------------------------------------------------------------------
@@ -166,9 +166,8 @@ def pack_samples(precision: Streamed) -> tuple[dict[str, Tensor], dict[str, Any]
         )
     found = precision.samples
     tensors = {f"samples.{name}": getattr(found, name) for name in ("z", "gamma", "squares")}
-    known = precision.cache.get("logdet")
-    if known is not None and known[0] == precision.key:
-        tensors["samples.logdet"] = known[1].samples
+    if precision.known_logdet is not None:
+        tensors["samples.logdet"] = precision.known_logdet.samples
     return tensors, {"samples": pack_plain(found, SAMPLES), "logdet": "samples.logdet" in tensors}
 
 
@@ -192,7 +191,7 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     likelihood = unpack_object(entries.take("likelihood_object", "dict"), "likelihood", held)
     prior = unpack_object(entries.take("prior", "dict"), "prior", held)
     state = _state(entries, held, layout, likelihood)
-    if kind != getattr(state["structure"], "shell", "laplace"):
+    if kind != state["structure"].shell:
         raise BrokenFile(f"it holds a {kind!r}, and its structure is {state['structure']}")
     with sound("its prior"):
         groups = len(prior.bind(layout).counts())
@@ -284,6 +283,7 @@ def _input_sums(held: Tensors, n: int) -> Tensor | None:
 
 
 def take_strings(entries: Entries, key: str) -> dict[str, str]:
+    """An entry {name: string}."""
     found = entries.take(key, "dict")
     if not all(type(value) is str for value in found.values()):
         raise BrokenFile(f"its {key} are not strings")
@@ -291,14 +291,14 @@ def take_strings(entries: Entries, key: str) -> dict[str, str]:
 
 
 def _sums(
-    held: Tensors, structure: Any, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor
+    held: Tensors, structure: Structure, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Those that the structure says it keeps; a structure that does not say may keep any numbers."""
-    if not hasattr(structure, "keeps"):
-        return tuple({k: held.finite(f"{kind}.{k}") for k in held.under(f"{kind}.")} for kind in ("sums", "basis"))  # type: ignore[return-value]
     with sound(f"its structure ({structure})"):
-        sums, basis = structure.keeps(layout, parts, weights, factor)
-    return held.expected("sums.", sums), held.expected("basis.", basis)
+        kept = structure.keeps(layout, parts, weights, factor)
+    if kept is None:
+        return tuple({k: held.finite(f"{kind}.{k}") for k in held.under(f"{kind}.")} for kind in ("sums", "basis"))  # type: ignore[return-value]
+    return held.expected("sums.", kept[0]), held.expected("basis.", kept[1])
 
 
 def _statistics(held: Tensors, prefix: str, likelihood: Likelihood, n: int) -> dict[str, Tensor]:
@@ -316,13 +316,11 @@ def _statistics(held: Tensors, prefix: str, likelihood: Likelihood, n: int) -> d
 
 
 def _batches(
-    entries: Entries, held: Tensors, structure: Any, likelihood: Likelihood, weights: int, n: int
+    entries: Entries, held: Tensors, structure: Structure, likelihood: Likelihood, weights: int, n: int
 ) -> tuple[tuple[Any, Tensor], ...]:
     """Inputs and cotangents, of a dual state only."""
     specs = entries.take("inputs", "list")
-    dual = isinstance(structure, Full) and structure.form == "dual"
-    wrong = hasattr(structure, "keeps") and dual is not bool(specs)
-    if entries.take("holds_data", "bool") is not bool(specs) or wrong:
+    if len({entries.take("holds_data", "bool"), bool(specs), structure.keeps_rows}) > 1:
         raise BrokenFile(f"it holds {len(specs)} batches of data, and its structure is {structure}")
     columns = polarization.outputs(weights) if likelihood.paired else weights
     out, seen = [], 0
@@ -365,7 +363,7 @@ def _samples(
 ) -> tuple[Samples | None, Tensor | None]:
     """Of matrix_free, and of no other structure."""
     structure, double = state["structure"], torch.float64
-    if not isinstance(structure, MatrixFree):
+    if not structure.streams:
         return None, None
     found = unpack_plain(Samples, entries.take("samples", "dict"), "its samples", SAMPLES)
     k = structure.samples

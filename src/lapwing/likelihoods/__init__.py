@@ -6,6 +6,7 @@ from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.correlated import CorrelatedGaussian
 from lapwing.likelihoods.counts import NegativeBinomial, Poisson
 from lapwing.likelihoods.custom import Custom
+from lapwing.likelihoods.dirichlet import Dirichlet, DirichletBernoulli
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian, MeanLogVariance, NaturalHead
 from lapwing.likelihoods.known_noise import KnownNoise
@@ -23,6 +24,8 @@ __all__ = [
     "ClassWeighted",
     "CorrelatedGaussian",
     "Custom",
+    "Dirichlet",
+    "DirichletBernoulli",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Ignoring",

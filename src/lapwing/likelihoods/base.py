@@ -32,6 +32,7 @@ class Likelihood:
     outcome: ClassVar[str] = ""  # what y is, where other likelihoods have densities of the same
     concave: ClassVar[bool] = True  # in f, for every y: what the tangent MAP needs
     event: ClassVar[int] = 1  # dimensions of y that belong to one row of f: 0 where y is a label
+    soft: ClassVar[bool] = False  # a label may also be a row of probabilities, which are floating point
     paired: ClassVar[bool] = False  # weights are of outputs and of pairs of them, with both signs: polarization.py
     quadratic: ClassVar[bool] = False  # in f: the curvature is the same at every f
     response: ClassVar[str] = ""  # how E[y|f] comes from f: "identity", "softmax", "sigmoid", or "" for any other way
@@ -71,6 +72,11 @@ class Likelihood:
         return self.outcome or self.name
 
     @property
+    def discrete(self) -> bool:
+        """Whether y has probabilities, and no density: then log p is never positive."""
+        return self.classes or self.counts
+
+    @property
     def plain(self) -> Likelihood:
         """The likelihood of new targets, where those of the fit were weighted or smoothed."""
         return self
@@ -91,6 +97,12 @@ class Likelihood:
     def spread(self, count: int) -> dict[str, Tensor]:
         """The hyperparameters of each of so many sources of f, {name: (count, ...)}."""
         return {name: value.expand(count, *value.shape) for name, value in self.hyperparameters.items()}
+
+    @property
+    def predictive(self) -> Likelihood:
+        """What scores predictions of the fit's own targets, weighted as they are there: itself, unless it was fitted to
+        other numbers that it made of them."""
+        return self
 
     @property
     def unit(self) -> Any:
@@ -125,7 +137,11 @@ class Likelihood:
 
     def rows(self, y: Tensor, m: int) -> Tensor:
         """Targets (n, ..., t), or labels (n, ...), as a row for each of m rows of outputs: (m, t) or (m,)."""
-        return y.reshape(m, *y.shape[y.ndim - self.event :])
+        return y.reshape(m, *y.shape[y.ndim - self.event_of(y) :])
+
+    def event_of(self, y: Tensor) -> int:
+        """Dimensions of these targets that belong to one row of f."""
+        return 1 if self.soft and y.is_floating_point() else self.event
 
     def kept(self, y: Tensor) -> Tensor | None:
         """Which examples of targets (n, ...) count for anything, (n,) bool; None where all do."""
@@ -135,6 +151,20 @@ class Likelihood:
         """What to train the network on: the mean over examples of −log p, outputs f (n, ..., c)."""
         self.validate(f.detach(), y)
         return -self.log_prob(f, y).sum() / len(f)
+
+    # -- what the doctor asks ---------------------------------------------------------------------------------------
+
+    def target_hint(self, f: Tensor, y: Tensor) -> str:
+        """What targets that `validate` refuses seem to be, and what to do; "" where nothing tells. f (n, ..., c)."""
+        return ""
+
+    def target_note(self, y: Tensor, outputs: int) -> str:
+        """What is odd about valid targets, all of them in one vector (m,); "" where nothing is."""
+        return ""
+
+    def constant(self, y: Tensor) -> Tensor | None:
+        """The outputs (c,) that fit targets y of m rows best if all have the same; None where that is not known."""
+        return None
 
     # -- moments of y given f, for predictions ---------------------------------------------------------------------
 
@@ -290,6 +320,10 @@ class Likelihood:
     def output_variance(self, statistics: dict[str, Tensor]) -> float:
         """What a search gives the outputs as prior variance to start with."""
         return 1.0
+
+    def target_scale(self, statistics: dict[str, Tensor]) -> Tensor:
+        """The standard deviation of the targets, in the shape of `deviation`."""
+        raise NotImplementedError
 
     def check(self, statistics: dict[str, Tensor]) -> None:
         """Raise on sums over all data that there is nothing to fit to."""

@@ -29,6 +29,9 @@ class Bernoulli(Likelihood):
         if not bool(((y == 0) | (y == 1)).all()):
             raise InvalidValue("bernoulli targets must be 0 or 1 (bool, integer or float)")
 
+    def constant(self, y: Tensor) -> Tensor:
+        return torch.logit(y.double().mean(0).clamp(1e-6, 1 - 1e-6))
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return -F.binary_cross_entropy_with_logits(f, y.to(f), reduction="none").sum(-1)
 

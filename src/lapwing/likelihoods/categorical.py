@@ -21,6 +21,8 @@ from lapwing.solvers.noise import Placed
 
 NO_LABEL = torch.iinfo(torch.int64).min  # for F.cross_entropy, which would pass over −100 without a word
 
+MANY_LABELS = 20  # for each output, before one that never occurs is odd
+
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
@@ -36,6 +38,23 @@ class Categorical(Likelihood):
         if classes < 2:
             raise InvalidValue(f"categorical needs at least 2 outputs, got {classes}; for one logit use 'bernoulli'")
         check_labels(f, y, classes, self.name)
+
+    def target_hint(self, f: Tensor, y: Tensor) -> str:
+        if y.shape == f.shape and bool(((y == 0) | (y == 1)).all()) and bool((y.sum(-1) == 1).all()):
+            return ". They are one-hot: give y.argmax(-1)"
+        if y.is_floating_point() and not bool((y == y.round()).all()):
+            return ". They look like regression targets: use likelihood='gaussian'"
+        if not y.is_floating_point() and y.numel() and int(y.min()) == 1 and int(y.max()) == f.shape[-1]:
+            return ". They seem to count from 1: subtract it"
+        return ". Drop the last dimension with y.squeeze(-1)" if y.ndim == f.ndim and y.shape[-1] == 1 else ""
+
+    def target_note(self, y: Tensor, outputs: int) -> str:
+        high = int(y.max())
+        odd = high < outputs - 1 and len(y) >= MANY_LABELS * outputs
+        return f"labels run to {high} in {len(y):,} examples, but there are {outputs} outputs" if odd else ""
+
+    def constant(self, y: Tensor) -> Tensor | None:
+        return (torch.bincount(y.long()).double() / len(y)).log()
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         rows, labels = f.reshape(-1, f.shape[-1]), y.long().reshape(-1)

@@ -15,6 +15,9 @@ from torch import Tensor
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods.base import Likelihood, check_deviation, check_real, standard_normal
 
+ENOUGH_TARGETS = 32  # before whole values are odd
+FEW_VALUES = 10  # whole ones, that may be classes
+
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
@@ -47,6 +50,15 @@ class Gaussian(Likelihood):
         check_real(f, y, self.name)
         if self.per_output and len(self.sigma) != f.shape[-1]:
             raise InvalidValue(f"noise has {len(self.sigma)} values for {f.shape[-1]} outputs; give one, or one each")
+
+    def target_note(self, y: Tensor, outputs: int) -> str:
+        if len(y) < ENOUGH_TARGETS or not bool((y == y.round()).all()) or y.unique().numel() > FEW_VALUES:
+            return ""
+        what = f"the targets take {y.unique().numel()} whole values only"
+        return f"{what}; if they are class labels, use likelihood='categorical' with integer labels"
+
+    def constant(self, y: Tensor) -> Tensor:
+        return y.double().mean(0)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         sigma = self.sigma.to(f)

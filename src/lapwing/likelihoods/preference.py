@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from lapwing.errors import InvalidValue
@@ -43,3 +44,9 @@ class BradleyTerry(Categorical):
                 "lw.likelihoods.Pairs"
             )
         super().validate(f, y)
+
+    def target_note(self, y: Tensor, outputs: int) -> str:
+        return ""  # the preferred item may always come first
+
+    def constant(self, y: Tensor) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64)  # equal rewards

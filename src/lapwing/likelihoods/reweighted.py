@@ -55,6 +55,10 @@ class Reweighted(Likelihood):
         return self.base.plain
 
     @property
+    def predictive(self) -> Likelihood:
+        return replace(self, base=self.base.predictive)
+
+    @property
     def unit(self) -> Any:
         return replace(self, base=self.base.unit)
 
@@ -158,6 +162,7 @@ for _name in (
         "quadratic",
         "paired",
         "event",
+        "soft",
         "response",
         "classes",
         "normal",
@@ -181,26 +186,27 @@ class Weighted(Reweighted):
 
     def pack(self, y: Tensor, w: Tensor) -> Tensor:
         """Targets with the weights of their rows, in one tensor to fit to: (..., t + 1), or (..., 2) for labels."""
-        if w.shape != y.shape[: y.ndim - self.base.event]:
+        rows = y.shape[: y.ndim - self.base.event_of(y)]
+        if w.shape != rows:
             raise InvalidValue(
                 f"weights of shape {tuple(w.shape)} for targets {tuple(y.shape)}; give one weight for each row of "
-                f"outputs, {tuple(y.shape[: y.ndim - self.base.event])}"
+                f"outputs, {tuple(rows)}"
             )
         if not bool((torch.isfinite(w) & (w >= 0)).all()):
             raise InvalidValue("weights must be finite and not negative")
         dtype = torch.promote_types(y.dtype, w.dtype) if y.is_floating_point() else torch.float64
-        y = y.unsqueeze(-1) if self.base.event == 0 else y
+        y = y.unsqueeze(-1) if self.base.event_of(y) == 0 else y
         return torch.cat([y.to(dtype), w.unsqueeze(-1).to(dtype)], -1)
 
     def validate(self, f: Tensor, y: Tensor) -> None:
-        if y.ndim != f.ndim or not y.is_floating_point() or (self.base.event == 0 and y.shape[-1] != 2):
+        if y.ndim != f.ndim or not y.is_floating_point() or (self._hard(y) and y.shape[-1] != 2):
             raise InvalidValue(
                 f"weighted targets come from weighted.pack(y, w), got {y.dtype} of shape {tuple(y.shape)}"
             )
         w = y[..., -1]
         if not bool((torch.isfinite(w) & (w >= 0)).all()):
             raise InvalidValue("weights (the last column of the targets) must be finite and not negative")
-        if self.base.event == 0 and not bool((y[..., 0] == y[..., 0].round()).all()):
+        if self._hard(y) and not bool((y[..., 0] == y[..., 0].round()).all()):
             raise InvalidValue("labels (the first column of the targets) must be whole numbers")
         self.base.validate(f, self.parted(f, y)[0])
 
@@ -209,7 +215,11 @@ class Weighted(Reweighted):
 
     def parted(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         w = y[..., -1].to(f)
-        return (y[..., 0].long(), w) if self.base.event == 0 else (y[..., :-1].to(f), w)
+        return (y[..., 0].long(), w) if self._hard(y) else (y[..., :-1].to(f), w)
+
+    def _hard(self, y: Tensor) -> bool:
+        """Whether packed targets are of labels; those of probabilities have 3 columns at the least."""
+        return self.base.event == 0 and not (self.base.soft and y.shape[-1] > 2)
 
 
 @dataclass(frozen=True)
@@ -225,6 +235,7 @@ class ClassWeighted(Reweighted):
         object.__setattr__(self, "weights", as_positive("weights", self.weights))
 
     def validate(self, f: Tensor, y: Tensor) -> None:
+        _check_hard(self, y)
         self.base.validate(f, y)
         classes = self.base.mean(f[:1]).shape[-1]
         if len(self._weights) != classes:
@@ -258,6 +269,7 @@ class Ignoring(Reweighted):
         return replace(self, base=self.base.plain)
 
     def validate(self, f: Tensor, y: Tensor) -> None:
+        _check_hard(self, y)
         self.base.validate(f, self.parted(f, y)[0])
 
     def kept(self, y: Tensor) -> Tensor:
@@ -277,4 +289,11 @@ def _check_labels(likelihood: Reweighted) -> None:
     if likelihood.base.event:
         raise InvalidValue(
             f"{likelihood.name} is for labels, got {likelihood.base.name}; use Weighted, with a weight for each row"
+        )
+
+
+def _check_hard(likelihood: Reweighted, y: Tensor) -> None:
+    if likelihood.soft and y.is_floating_point():
+        raise InvalidValue(
+            f"{likelihood.name} is for integer labels, got {y.dtype}; weigh rows of probabilities by Weighted"
         )

@@ -19,7 +19,7 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods.base import Likelihood
 
 SHARED: tuple[str, ...] = (  # what a class says of itself
-    *("outcome", "concave", "event", "paired", "quadratic", "response"),
+    *("outcome", "concave", "event", "soft", "paired", "quadratic", "response"),
     *("classes", "normal", "elementwise", "deviation", "counts"),
 )
 

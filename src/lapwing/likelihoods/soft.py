@@ -1,6 +1,7 @@
 """Softmax classes with targets that are no single label: log p → Σ_c t_c log p_c, a cross-entropy with probabilities t.
 
     SoftLabels             y = t (n, c) itself: several raters, a teacher's probabilities
+    Labels                 y = t where it is floating point, else labels
     LabelSmoothing(ε)      t = (1 − ε)·one-hot(y) + ε/c
 
 −∂²_f log p = diag(p) − p pᵀ, as for labels, since log p is linear in t. Such a cross-entropy is no density of t, so its
@@ -43,6 +44,15 @@ class SoftLabels(Categorical):
                 f"{float(y.min()):.4g} and sums from {float(total.min()):.4g} to {float(total.max()):.4g}"
             )
 
+    def target_hint(self, f: Tensor, y: Tensor) -> str:
+        return ""
+
+    def target_note(self, y: Tensor, outputs: int) -> str:
+        return ""
+
+    def constant(self, y: Tensor) -> Tensor:
+        return y.double().mean(0).clamp(min=torch.finfo(torch.float64).tiny).log()
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return (y.to(f) * torch.log_softmax(f, -1)).sum(-1)
 
@@ -54,6 +64,39 @@ class SoftLabels(Categorical):
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         return y.to(f) - y.to(f).sum(-1, keepdim=True) * torch.softmax(f, -1)
+
+
+@dataclass(frozen=True)
+class Labels(Categorical):
+    """Labels y (n,), or probabilities y (n, c), which are floating point."""
+
+    soft: ClassVar[bool] = True
+
+    def validate(self, f: Tensor, y: Tensor) -> None:
+        if y.is_floating_point() and y.ndim == f.ndim:
+            SoftLabels().validate(f, y)
+        else:
+            super().validate(f, y)
+
+    def target_note(self, y: Tensor, outputs: int) -> str:
+        return _form(y).target_note(y, outputs)
+
+    def constant(self, y: Tensor) -> Tensor | None:
+        return _form(y).constant(y)
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return _form(y).log_prob(f, y)
+
+    def class_log_prob(self, mean: Tensor, y: Tensor) -> Tensor:
+        return _form(y).class_log_prob(mean, y)
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return _form(y).score(f, y)
+
+
+def _form(y: Tensor) -> Categorical:
+    """What targets are of, by their dtype."""
+    return SoftLabels() if y.is_floating_point() else Categorical()
 
 
 @dataclass(frozen=True)
@@ -75,6 +118,9 @@ class LabelSmoothing(Categorical):
     @property
     def plain(self) -> Likelihood:
         return Categorical()
+
+    def constant(self, y: Tensor) -> Tensor | None:
+        return None  # labels alone do not tell the number of classes, which smoothing needs
 
     def _epsilon(self, f: Tensor) -> Tensor:
         return torch.as_tensor(self.smoothing).to(f)

@@ -8,7 +8,8 @@ from lapwing.operators.eigen import EigenKronecker
 from lapwing.operators.kronecker import Kronecker
 from lapwing.operators.mixed import Mixed
 from lapwing.operators.root import HeldRows, RootPlusDiagonal
-from lapwing.operators.streamed import Plan, Samples, Streamed
+from lapwing.operators.samples import Samples, SolvePlan
+from lapwing.operators.streamed import Streamed
 
 __all__ = [
     "Blocks",
@@ -19,9 +20,9 @@ __all__ = [
     "Kronecker",
     "Mixed",
     "OuterRows",
-    "Plan",
     "RootPlusDiagonal",
     "Samples",
+    "SolvePlan",
     "Streamed",
     "linalg",
 ]

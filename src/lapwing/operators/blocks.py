@@ -1,7 +1,7 @@
 """Block operator: M = ⊕_j M_j, each block on its own entries of the vector.
 
 `index` (p_j,) says where a block's entries stand; together the blocks cover every entry once. Each verb is the same
-verb on the blocks. `cache` holds, for the last grouping of entries that a shift had, the groups of each block.
+verb on the blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lapwing.operators import linalg
 from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.memo import BlockGroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,7 @@ class Blocks:
 
     parts: tuple[Any, ...]  # operators
     index: tuple[Tensor, ...]  # (p_j,) each
-    cache: dict[Any, Any] = field(default_factory=dict)  # of the index: shared by every scale and shift
+    memo: BlockGroups = field(default_factory=BlockGroups)  # of the index: shared by every scale and shift
 
     @property
     def size(self) -> int:
@@ -36,11 +37,10 @@ class Blocks:
             yield op, v[..., index]
 
     def groups(self, d: Diagonal) -> list[Tensor | int]:
-        """Of each block's entries; diagonals that share a cache share them."""
-        kept = self.cache.get("groups")
-        if kept is None or kept[0] is not d.cache:
-            kept = self.cache["groups"] = d.cache, [d.groups_at(index) for index in self.index]
-        return kept[1]
+        """Of each block's entries; diagonals that share a grouping share them."""
+        if self.memo.grouping is not d.grouping:
+            self.memo.grouping, self.memo.groups = d.grouping, [d.groups_at(index) for index in self.index]
+        return self.memo.groups
 
     def join(self, pieces: list[Tensor]) -> Tensor:
         """A vector (..., p) from its pieces, one an operator."""
@@ -53,12 +53,12 @@ class Blocks:
 @linalg.shift.register
 def _(op: Blocks, d: Diagonal) -> Blocks:
     blocks = zip(op.parts, op.index, op.groups(d), strict=True)
-    return Blocks(tuple(linalg.shift(part, d.at(index, groups)) for part, index, groups in blocks), op.index, op.cache)
+    return Blocks(tuple(linalg.shift(part, d.at(index, groups)) for part, index, groups in blocks), op.index, op.memo)
 
 
 @linalg.scale.register
 def _(op: Blocks, s: Tensor) -> Blocks:
-    return Blocks(tuple(linalg.scale(part, s) for part in op.parts), op.index, op.cache)
+    return Blocks(tuple(linalg.scale(part, s) for part in op.parts), op.index, op.memo)
 
 
 @linalg.mv.register
@@ -97,3 +97,13 @@ def _(op: Blocks) -> Tensor:
     for part, index in zip(op.parts, op.index, strict=True):
         out[index.unsqueeze(-1), index] = linalg.to_dense(part)
     return out
+
+
+@linalg.is_diagonal.register
+def _(op: Blocks) -> bool:
+    return all(linalg.is_diagonal(part) for part in op.parts)
+
+
+@linalg.jitter.register
+def _(op: Blocks) -> float:
+    return max(linalg.jitter(part) for part in op.parts)

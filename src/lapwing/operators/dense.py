@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lapwing.operators import linalg
-from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.diagonal import Diagonal, shifted
+from lapwing.operators.memo import Factorizations
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Dense:
     factor: Tensor | None = None  # s, 0-dim; None is 1
     diag: Diagonal | None = None
     psd: bool = True  # H is positive semidefinite up to rounding
-    cache: dict[Any, Any] = field(default_factory=dict)  # of H: shared by every s and d
+    memo: Factorizations = field(default_factory=Factorizations)  # of H: shared by every s and d
     columns: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)  # of L⁻¹, last asked for
 
     @property
@@ -50,7 +51,7 @@ class Dense:
     def cholesky(self) -> Tensor:
         """L (p, p) with M = L Lᵀ, without gradient."""
         factor, jitter = linalg.cholesky(linalg.to_dense(self).detach())
-        self.cache["jitter"] = max(self.cache.get("jitter", 0.0), jitter)
+        self.memo.jitter = max(self.memo.jitter, jitter)
         return factor
 
     def root_columns(self, index: Tensor, i: int) -> Tensor:
@@ -64,20 +65,14 @@ class Dense:
     @property
     def eigenvalues(self) -> Tensor:
         """Of H, in the unit of d."""
-        kept = self.kept
-        if "eigenvalues" not in kept:
+        kept = self.memo.spectrum(self.diag)
+        if kept.eigenvalues is None:
             matrix = self.matrix.detach()
             if self.diag is not None and self.diag.unit is not None:
                 root = self.diag.unit.rsqrt()
                 matrix = root[:, None] * matrix * root
-            kept["eigenvalues"], kept["clipping"] = linalg.spectrum(matrix, self.psd)
-        return kept["eigenvalues"]
-
-    @property
-    def kept(self) -> dict[Any, Any]:
-        """Where the factorizations in the unit of d are kept."""
-        plain = self.diag is None or self.diag.unit is None
-        return self.cache if plain else self.cache.setdefault(self.diag.key, {})  # type: ignore[union-attr]
+            kept.eigenvalues, kept.clipping = linalg.spectrum(matrix, self.psd)
+        return kept.eigenvalues
 
 
 class _LogDet(torch.autograd.Function):
@@ -119,9 +114,7 @@ def _(op: Dense, s: Tensor) -> Dense:
     return replace(op, factor=factor, diag=None if op.diag is None else linalg.scale(op.diag, s))
 
 
-@linalg.shift.register
-def _(op: Dense, d: Diagonal) -> Dense:
-    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+linalg.shift.register(Dense, shifted)
 
 
 @linalg.solve.register
@@ -139,7 +132,7 @@ def _(op: Dense) -> Tensor:
     diag = zero if op.diag is None else op.diag
     wants_grad = torch.is_grad_enabled() and (s.requires_grad or diag.values.requires_grad)
     # One evaluation is cheapest by Cholesky; many (tuning) by the eigenvalues, which serve every s and single d.
-    if diag.single and (wants_grad or "eigenvalues" in op.kept):
+    if diag.single and (wants_grad or op.memo.spectrum(op.diag).eigenvalues is not None):
         values = s * op.eigenvalues + diag.values
         if float(values.detach().min()) <= 0:
             raise linalg.not_positive_definite(float(values.detach().min()))
@@ -168,3 +161,6 @@ def _(op: Dense, rows: Tensor | OuterRows) -> Tensor:
 def _(op: Dense) -> Tensor:
     out = op.matrix.diagonal() if op.factor is None else op.factor * op.matrix.diagonal()
     return out if op.diag is None else out + op.diag.dense()
+
+
+linalg.jitter.register(Dense, lambda op: op.memo.jitter)

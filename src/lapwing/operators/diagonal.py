@@ -3,18 +3,19 @@
 One class for the scalar (G = 1), the grouped (1 < G < p) and the element-wise (G = p) precision:
 index (p,) says which value an entry takes; index=None means one value for all (G = 1), or one each (G = p).
 `unit` (p,) is a fixed scale of each entry (the g-prior's second moments), 1 where None; it carries no gradient.
-`cache` holds what follows from the index alone; diagonals of other values that share the index share it.
+`grouping` holds what follows from the index alone; diagonals of other values that share the index share it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.operators import linalg
+from lapwing.operators.memo import Grouping
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ class Diagonal:
     size: int
     index: Tensor | None = None  # (p,) of int64
     unit: Tensor | None = None  # (p,), positive
-    cache: dict[Any, Any] = field(default_factory=dict)
+    grouping: Grouping = field(default_factory=Grouping)
 
     @property
     def single(self) -> bool:
@@ -38,9 +39,9 @@ class Diagonal:
         return self.single and self.unit is None
 
     @property
-    def key(self) -> tuple[str, int]:
+    def unit_key(self) -> int | None:
         """A name for the unit, under which factorizations in it are kept."""
-        return "unit", 0 if self.unit is None else hash(self.unit.cpu().numpy().tobytes())
+        return None if self.unit is None else hash(self.unit.cpu().numpy().tobytes())
 
     def dense(self) -> Tensor:
         """The diagonal, (p,)."""
@@ -50,9 +51,9 @@ class Diagonal:
     def counts(self) -> Tensor:
         """How many entries each value has, (g,)."""
         if self.index is not None:
-            if "counts" not in self.cache:
-                self.cache["counts"] = torch.bincount(self.index, minlength=self.values.numel())
-            return self.cache["counts"].to(self.values)
+            if self.grouping.counts is None:
+                self.grouping.counts = torch.bincount(self.index, minlength=self.values.numel())
+            return self.grouping.counts.to(self.values)
         return torch.full_like(self.values, self.size // self.values.numel())
 
     def sums(self, entries: Tensor) -> Tensor:
@@ -98,6 +99,11 @@ def _(op: Diagonal, d: Diagonal) -> Diagonal:
     return Diagonal(op.dense() + d.dense(), op.size)
 
 
+def shifted(op: Any, d: Diagonal) -> Any:
+    """op + diag(d) for an operator whose own shift is its field `diag`: the rule of `shift` for all of them."""
+    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+
+
 @linalg.solve.register
 def _(op: Diagonal, b: Tensor) -> Tensor:
     return b / op.dense().detach()
@@ -126,3 +132,8 @@ def _(op: Diagonal) -> Tensor:
 @linalg.to_dense.register
 def _(op: Diagonal) -> Tensor:
     return op.dense().diag()
+
+
+@linalg.is_diagonal.register
+def _(op: Diagonal) -> bool:
+    return True

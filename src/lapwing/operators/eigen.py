@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapwing.errors import Unsupported
 from lapwing.operators import linalg
-from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.diagonal import Diagonal, shifted
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +73,7 @@ def _(op: EigenKronecker, s: Tensor) -> EigenKronecker:
     return replace(op, values=op.values * s, diag=None if op.diag is None else linalg.scale(op.diag, s))
 
 
-@linalg.shift.register
-def _(op: EigenKronecker, d: Diagonal) -> EigenKronecker:
-    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+linalg.shift.register(EigenKronecker, shifted)
 
 
 @linalg.mv.register

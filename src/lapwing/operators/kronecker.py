@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import Unsupported
 from lapwing.operators import linalg
-from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.diagonal import Diagonal, shifted
+from lapwing.operators.memo import KroneckerFactors
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Kronecker:
     name: str = "a layer"
     eps: float = torch.finfo(torch.float64).eps  # of the numbers that the factors were summed from
     rounding: float = 0.0  # of B, where terms of both signs cancel in it
-    cache: dict[Any, Any] = field(default_factory=dict)  # of A and B: shared by every s and every single value of D
+    memo: KroneckerFactors = field(default_factory=KroneckerFactors)  # of A and B: shared by every s and single D
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -55,9 +55,9 @@ class Kronecker:
         """A in float64."""
         if self.a.dtype == self.b.dtype:
             return self.a
-        if "inputs" not in self.cache:
-            self.cache["inputs"] = self.a.to(self.b)
-        return self.cache["inputs"]
+        if self.memo.inputs is None:
+            self.memo.inputs = self.a.to(self.b)
+        return self.memo.inputs
 
     @property
     def input_squares(self) -> Tensor:
@@ -128,13 +128,6 @@ class Kronecker:
         return self.b.requires_grad or not (self.diag is None or self.diag.single)
 
     @property
-    def kept(self) -> dict[Any, Any]:
-        """The factorizations that every s and single value share, in the unit of D."""
-        if self.diag is None or self.diag.unit is None:
-            return self.cache
-        return self.cache.setdefault(self.diag.key, {})
-
-    @property
     def eigenvalues(self) -> Tensor:
         """Products m·l of the (whitened) factors, (b, o, i), differentiable in D."""
         if self._fresh():
@@ -142,19 +135,19 @@ class Kronecker:
             values = [a if a.ndim == 2 else torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b)]
             l, m = linalg.clip(values[0], eps=self.eps)[0], self._clip_outputs(values[1])[0]
             return m.unsqueeze(-1) * l.unsqueeze(-2)
-        kept = self.kept
-        if "eigenvalues" not in kept:
-            if "eigenvectors" in kept:
-                l, m = kept["eigenvectors"][0], kept["eigenvectors"][2]
+        kept = self.memo.spectrum(self.diag)
+        if kept.eigenvalues is None:
+            if kept.eigenvectors is not None:
+                l, _, m, _ = kept.eigenvectors
             else:
                 a, b = (self.a, self.b) if self.diag is None or self.diag.uniform else self.whitened()
                 l = a.to(self.b) if a.ndim == 2 else self._eigvalsh(a)
                 m = self._eigvalsh(b)
             l, first = linalg.clip(l, eps=self.eps)
             m, second = self._clip_outputs(m)
-            kept["eigenvalues"] = m.unsqueeze(-1) * l.unsqueeze(-2)
-            kept["clipping"] = {k: first[k] + second[k] for k in ("clipped",)}
-        return kept["eigenvalues"]
+            kept.eigenvalues = m.unsqueeze(-1) * l.unsqueeze(-2)
+            kept.clipping = {"clipped": first["clipped"] + second["clipped"]}
+        return kept.eigenvalues
 
     def _clip_outputs(self, m: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Eigenvalues of B or B' without what rounding took below zero."""
@@ -170,16 +163,16 @@ class Kronecker:
     @cached_property
     def decomposition(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """l (b, i), U_A (b, i, i) or None for the identity, m (b, o), U_B (b, o, o), of the whitened factors."""
-        fresh, kept = self._fresh(), self.kept
-        if fresh or "eigenvectors" not in kept:
+        fresh, kept = self._fresh(), self.memo.spectrum(self.diag)
+        if fresh or kept.eigenvectors is None:
             a, b = (t.detach() for t in (self.whitened() if self.diag is not None else (self.inputs, self.b)))
             l, ua = (a, None) if a.ndim == 2 else torch.linalg.eigh(a)
             m, ub = torch.linalg.eigh(b)
             out = linalg.clip(l, eps=self.eps)[0], ua, self._clip_outputs(m)[0], ub
             if fresh:
                 return out
-            kept["eigenvectors"] = out
-        return kept["eigenvectors"]
+            kept.eigenvectors = out
+        return kept.eigenvectors
 
     @cached_property
     def precision(self) -> Tensor:
@@ -221,9 +214,7 @@ def _(op: Kronecker, s: Tensor) -> Kronecker:
     return replace(op, factor=op.factor * s, diag=None if op.diag is None else linalg.scale(op.diag, s))
 
 
-@linalg.shift.register
-def _(op: Kronecker, d: Diagonal) -> Kronecker:
-    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+linalg.shift.register(Kronecker, shifted)
 
 
 @linalg.mv.register

@@ -12,6 +12,14 @@ An operator is a symmetric matrix M = s·H + diag(d) that knows its structure. I
     diagonal(M)       diag(M)                              (p,)
     to_dense(M)       M                                    (p, p)
 
+Facts that most operators leave at what is said here, for what is factorized and whole on every rank:
+
+    logdet_slope(M)   log|M| but for a constant            logdet(M)
+    log_determinant(M)  log|M| with its standard error     None: it is exact
+    kept_draws(M, n)  n of the draws that predictions use  None: none are kept
+    gathered(M)       M with all its draws on this rank    M
+    jitter(M)         what Cholesky factors had to add     0
+
 solve, draw and covariance use factorizations that are made once, and carry no gradient in s and d. Operators live in
 float64: that is where factorizations need to be. A missing pair raises and names alternatives.
 """
@@ -27,6 +35,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import LapwingWarning, NotPositiveDefinite, Unsupported
+from lapwing.solvers import Estimate
 
 
 def verb(function: Callable[..., Any]) -> Any:
@@ -47,61 +56,88 @@ def verb(function: Callable[..., Any]) -> Any:
 @verb
 def mv(op: Any, v: Tensor) -> Tensor:  # type: ignore[empty-body]
     """M v for v (..., p)."""
-    ...
 
 
 @verb
 def scale(op: Any, s: Tensor) -> Any:
     """s·M, which shares the factorizations of M; s is 0-dim."""
-    ...
 
 
 @verb
 def shift(op: Any, d: Any) -> Any:
     """M + diag(d), d a Diagonal."""
-    ...
 
 
 @verb
 def solve(op: Any, b: Tensor) -> Tensor:  # type: ignore[empty-body]
     """M⁻¹ b for b (..., p)."""
-    ...
 
 
 @verb
 def logdet(op: Any) -> Tensor:  # type: ignore[empty-body]
     """log|M|, 0-dim, differentiable in s and d."""
-    ...
 
 
 @verb
 def draw(op: Any, n: int, generator: torch.Generator) -> Tensor:  # type: ignore[empty-body]
     """n samples of N(0, M⁻¹), (n, p)."""
-    ...
 
 
 @verb
 def covariance(op: Any, rows: Any) -> Tensor:  # type: ignore[empty-body]
     """X M⁻¹ Xᵀ for each example: X (n, c, p) gives (n, c, c)."""
-    ...
 
 
 @verb
 def diagonal(op: Any) -> Tensor:  # type: ignore[empty-body]
     """diag(M), (p,)."""
-    ...
 
 
 @verb
 def to_dense(op: Any) -> Tensor:  # type: ignore[empty-body]
     """M, (p, p)."""
-    ...
 
 
 @functools.singledispatch
 def logdet_slope(op: Any) -> Tensor:
     """log|M| but for a constant: as differentiable, and cheaper where the value of log|M| costs more than its slope."""
     return logdet(op)
+
+
+@functools.singledispatch
+def is_diagonal(op: Any) -> bool:
+    """Whether M is known to be diagonal, so that diag(M) is all of it."""
+    return False
+
+
+@functools.singledispatch
+def log_determinant(op: Any) -> Estimate | None:
+    """log|M| with its standard error, where it is an estimate; None where it is exact."""
+    return None
+
+
+@functools.singledispatch
+def by_samples(op: Any) -> bool:
+    """Whether M⁻¹ is known by samples of N(0, M⁻¹) alone."""
+    return False
+
+
+@functools.singledispatch
+def kept_draws(op: Any, n: int) -> Tensor | None:
+    """The first n samples of N(0, M⁻¹) that predictions are made from, (n, p); None where so many are not kept."""
+    return None
+
+
+@functools.singledispatch
+def gathered(op: Any) -> Any:
+    """M with all that is spread over ranks on each of them."""
+    return op
+
+
+@functools.singledispatch
+def jitter(op: Any) -> float:
+    """What the Cholesky factors so far had to add to the diagonal (0 unless a warning said so)."""
+    return 0.0
 
 
 def traces(op: Any, groups: Any) -> Tensor:
@@ -136,9 +172,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, float]:
         least = float(torch.linalg.eigvalsh(matrix.detach())[0])
         raise not_positive_definite(least)
     warnings.warn(
-        f"a Cholesky factorization took a jitter of {jitter:.3g} on the diagonal",
-        LapwingWarning,
-        stacklevel=3,
+        f"a Cholesky factorization took a jitter of {jitter:.3g} on the diagonal", LapwingWarning, stacklevel=3
     )
     return factor, jitter
 

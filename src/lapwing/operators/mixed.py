@@ -30,19 +30,16 @@ class Mixed:
 @linalg.verb
 def half(w: Any, u: Tensor) -> Tensor:  # type: ignore[empty-body]
     """u V (..., r), for u (..., m)."""
-    ...
 
 
 @linalg.verb
 def back(w: Any, e: Tensor) -> Tensor:  # type: ignore[empty-body]
     """e Vᵀ (..., m), for e (..., r)."""
-    ...
 
 
 @linalg.verb
 def trace(w: Any, k: Tensor) -> Tensor:  # type: ignore[empty-body]
     """tr W K (...), for K (..., m, m)."""
-    ...
 
 
 @half.register

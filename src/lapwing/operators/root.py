@@ -27,7 +27,8 @@ from torch import Tensor
 
 from lapwing.errors import LapwingWarning, Unsupported
 from lapwing.operators import linalg
-from lapwing.operators.diagonal import Diagonal
+from lapwing.operators.diagonal import Diagonal, shifted
+from lapwing.operators.memo import RowGrams
 from lapwing.operators.mixed import Mixed, back, half, trace
 
 DIGITS = 100.0  # roundings of a difference within which it has hardly a right digit
@@ -40,26 +41,21 @@ class Rows(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """(m, p)."""
-        ...
 
     def block(self, start: int, stop: int) -> Tensor:
         """A range of columns, (m, stop − start)."""
-        ...
 
     @property
     def held(self) -> bool:
         """Whether all columns are in memory."""
-        ...
 
     @property
     def pairs(self) -> dict[str, Pair]:
         """Columns that are outer products, by a name for them."""
-        ...
 
     def ranges(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[int, int]]:
         """Column ranges that fit the memory budget, with `beside` other rows held at the same time, and without the
         columns of some pairs."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +122,7 @@ class RootPlusDiagonal:
     rows: Rows
     weights: Diagonal | Mixed  # W, (m, m)
     diag: Diagonal | None = None  # D; the verbs that need M⁻¹ need it
-    cache: dict[Any, Any] = field(default_factory=dict)  # of R: shared by every W and D
+    memo: RowGrams = field(default_factory=RowGrams)  # of R: shared by every W and D
 
     @property
     def size(self) -> int:
@@ -179,9 +175,9 @@ class RootPlusDiagonal:
 
     def group_grams(self, d: Diagonal) -> Tensor:
         """K_g = R_g unit⁻¹ R_gᵀ for the columns of each group, (g, m, m)."""
-        fixed = (None if t is None else hash(t.cpu().numpy().tobytes()) for t in (d.index, d.unit))
-        key = "grams", d.values.numel(), *fixed
-        if key not in self.cache:
+        index = None if d.index is None else hash(d.index.cpu().numpy().tobytes())
+        key = d.values.numel(), index, d.unit_key
+        if key not in self.memo.grams:
             grams = torch.zeros(d.values.numel(), self.m, self.m, dtype=d.values.dtype, device=d.values.device)
             paired = self.paired(self.rows, d)
             for name, group in paired.items():
@@ -191,8 +187,8 @@ class RootPlusDiagonal:
                 for g, mask in _groups(d, columns):
                     part = r if mask is None else r[:, mask]
                     grams[g] += part @ part.mT
-            self.cache[key] = grams
-        return self.cache[key]
+            self.memo.grams[key] = grams
+        return self.memo.grams[key]
 
     def paired(self, other: Rows, d: Diagonal) -> dict[str, int]:
         """Pairs that both sides have and that lie in one group of d: name -> group."""
@@ -202,17 +198,11 @@ class RootPlusDiagonal:
     @property
     def gram_eigenvalues(self) -> Tensor:
         """Eigenvalues of R unit⁻¹ Rᵀ, for uniform W and a single value of D."""
-        kept, unit = self.kept, self.precision().unit
-        if "eigenvalues" not in kept:
+        kept, unit = self.memo.spectrum(self.diag), self.precision().unit
+        if kept.eigenvalues is None:
             gram = self.group_grams(Diagonal(torch.ones_like(self.weights.values), self.size, unit=unit))[0]
-            kept["eigenvalues"], kept["clipping"] = linalg.spectrum(gram, psd=True)
-        return kept["eigenvalues"]
-
-    @property
-    def kept(self) -> dict[Any, Any]:
-        """Where the factorizations in the unit of D are kept."""
-        d = self.precision()
-        return self.cache if d.unit is None else self.cache.setdefault(d.key, {})
+            kept.eigenvalues, kept.clipping = linalg.spectrum(gram, psd=True)
+        return kept.eigenvalues
 
     def inner(self) -> Tensor:
         """B = I + W^½ K W^½."""
@@ -223,7 +213,7 @@ class RootPlusDiagonal:
     def inner_cholesky(self) -> Tensor:
         """The Cholesky factor of B (m, m), without gradient."""
         factor, jitter = linalg.cholesky(self.inner().detach())
-        self.cache["jitter"] = max(self.cache.get("jitter", 0.0), jitter)
+        self.memo.jitter = max(self.memo.jitter, jitter)
         return factor
 
     def times(self, v: Tensor) -> Tensor:
@@ -251,9 +241,7 @@ def _(op: RootPlusDiagonal, s: Tensor) -> RootPlusDiagonal:
     return replace(op, weights=linalg.scale(op.weights, s), diag=None if op.diag is None else linalg.scale(op.diag, s))
 
 
-@linalg.shift.register
-def _(op: RootPlusDiagonal, d: Diagonal) -> RootPlusDiagonal:
-    return replace(op, diag=d if op.diag is None else linalg.shift(op.diag, d))
+linalg.shift.register(RootPlusDiagonal, shifted)
 
 
 @linalg.mv.register
@@ -274,7 +262,7 @@ def _(op: RootPlusDiagonal, b: Tensor) -> Tensor:
 def _(op: RootPlusDiagonal) -> Tensor:
     d, w = op.precision(), op.weights
     wants_grad = torch.is_grad_enabled() and (d.values.requires_grad or w.values.requires_grad)
-    if d.single and w.uniform and (wants_grad or "eigenvalues" in op.kept):
+    if d.single and w.uniform and (wants_grad or op.memo.spectrum(d).eigenvalues is not None):
         return torch.log1p(w.values * op.gram_eigenvalues / d.values).sum() + d.logdet()
     if not wants_grad:
         return 2 * op.inner_cholesky.diagonal().log().sum() + d.logdet()  # Eq. 10
@@ -348,3 +336,6 @@ def _(op: RootPlusDiagonal) -> Tensor:
     r = half(op.weights, torch.cat([r for _, r in op.blocks()], dim=1).mT)
     out = r @ r.mT
     return out if op.diag is None else out + op.diag.dense().diag()
+
+
+linalg.jitter.register(RootPlusDiagonal, lambda op: op.memo.jitter)

@@ -1,7 +1,6 @@
 """Streamed root plus diagonal: M = t·(Rᵀ W R + D), R known by products alone, each a pass over data.
 
-Solves are by conjugate gradients in the unit of D, u = D^½ z, where the matrix is I + D^-½ RᵀWR D^-½, preconditioned by
-P = Ĝ + D, Ĝ an operator near RᵀWR. Samples are solves of one system, of base noise that is drawn once (Eq. 13):
+Samples are solves of one system (system.py), of base noise that is drawn once (Eq. 13):
 
     z = (RᵀWR + D)⁻¹ (RᵀW^½ e + D^½ e₀)          Cov z = M⁻¹ at t = 1
 
@@ -20,257 +19,51 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.distributed import ALONE, Ranks
-from lapwing.errors import InvalidValue, NotConverged, Unsupported
 from lapwing.operators import linalg
 from lapwing.operators.diagonal import Diagonal
-from lapwing.solvers import Estimate, Solution, cg, slq
+from lapwing.operators.samples import Remembered, Samples
+from lapwing.operators.system import OTHERS_VECTORS, System
+from lapwing.solvers import Estimate, Solution, slq
 from lapwing.solvers.estimate import FEWEST, mean_of
 from lapwing.solvers.lanczos import SHORT
 from lapwing.solvers.noise import generator_of
-from lapwing.solvers.product import Product
-from lapwing.solvers.sgd import sgd
 
-OWN_VECTORS = 20  # that a solve holds for each column of this rank's own
-OTHERS_VECTORS = 4  # and for each column of other ranks
-LANCZOS_VECTORS = 64  # vectors that Lanczos keeps for each probe, where the memory budget has room for them
-WORK = 10  # others that it holds for each
-ROUND = 64  # minibatches of a round of SGD, at the least: whole passes
-
-
-class Root(Protocol):
-    """R (m, p), cut by weight into R_h, by products."""
-
-    @property
-    def size(self) -> int:
-        """The number of parameters p."""
-        ...
-
-    @property
-    def ranks(self) -> Ranks:
-        """That the data, and the columns v, are spread over."""
-        ...
-
-    @property
-    def passes(self) -> int:
-        """Over the data, so far."""
-        ...
-
-    def product(self, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """RᵀWR v (k, p) and ‖R_h v‖² (k, h), for this rank's columns."""
-        ...
-
-    @property
-    def batches(self) -> int:
-        """In a pass."""
-        ...
-
-    def minibatches(self, weights: Tensor) -> Iterator[Product]:
-        """Products whose mean is RᵀWR, without end."""
-        ...
-
-    def noise(self, columns: Tensor, seed: int) -> Tensor:
-        """R_hᵀ e for standard normal e, (h, k, p), for this rank's columns, given by their numbers."""
-        ...
-
-    def amplitudes(self, weights: Tensor) -> Tensor:
-        """What to multiply the noise by, so that its sum over h has the covariance RᵀWR: √w, where all are positive."""
-        ...
-
-    def diagonal(self) -> Tensor:
-        """diag R_hᵀR_h, (h, p)."""
-        ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How solves are made."""
-
-    samples: int
-    solver: str  # "cg" or "sgd"
-    preconditioner: str  # its name
-    tolerance: float  # of ‖b − M x‖ / ‖b‖, in the unit of D; for samples of the data's part of b
-    max_steps: int  # of CG or Lanczos, or passes' worth of minibatches
-    seed: int
-    memory_budget: int
+LANCZOS_VECTORS = 64  # that Lanczos keeps for each probe, where the memory budget has room for them
+WORK_VECTORS = 10  # others that it holds for each
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
-    """Draws of N(0, M⁻¹) at t = 1, what they say of γ, and how well they were solved for."""
-
-    z: Tensor = field(repr=False)  # (k, p): of k samples that are spread over ranks, this rank's
-    gamma: Tensor = field(repr=False)  # z_gᵀ(Gz)_g, (k, g)
-    squares: Tensor = field(repr=False)  # ‖R_h z‖², (k, h)
-    residual: float  # the largest ‖b − M z‖ / ‖RᵀW^½ e‖, in the unit of D
-    steps: int
-    passes: int
-    solver: str
-    preconditioner: str
-    ranks: Ranks = ALONE  # that the samples are spread over
-
-    @property
-    def dimension(self) -> Estimate:
-        """γ in all, with its standard error."""
-        return mean_of(self.gamma.sum(-1))
-
-    def share(self, ranks: Ranks) -> Tensor:
-        """Those of this rank, of samples that are to be spread over ranks, or are."""
-        return self.z[ranks.share(len(self.z))] if self.ranks.alone else self.z
-
-    def __repr__(self) -> str:
-        return (
-            f"{len(self.gamma)} samples by {self.solver} (preconditioner {self.preconditioner}): {self.steps} steps, "
-            f"{self.passes} passes over the data, residual {self.residual:.2g}"
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Streamed:
+class Streamed(System):
     """M = t·(RᵀWR + D), with R by passes over the data."""
 
-    root: Root | None  # None where the data are not at hand: then only what is remembered can be had
-    weights: Tensor  # W by column, (h,)
-    near: Any  # Ĝ, an operator near RᵀWR
-    plan: Plan
-    diag: Diagonal | None = None  # D; the verbs that need M⁻¹ need it
     level: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))  # t
-    cache: dict[Any, Any] = field(default_factory=dict)  # of R: base noise, and the samples of the last W and D
-
-    @property
-    def size(self) -> int:
-        """p."""
-        return self.near.size
-
-    def reads(self) -> Root:
-        """R; an error where the data are not at hand."""
-        if self.root is None:
-            raise InvalidValue(
-                "this reads the training data again, which a file does not hold; give them: lw.load(path, model, "
-                "data=loader). Predictions and draws under the saved prior and noise need none"
-            )
-        return self.root
-
-    def precision(self) -> Diagonal:
-        """D, without gradient; an error where there is none."""
-        if self.diag is None:
-            raise Unsupported("Rᵀ W R alone is singular; shift it by a prior precision first")
-        return replace(self.diag, values=self.diag.values.detach())
-
-    @cached_property
-    def d(self) -> Tensor:
-        """D's diagonal, (p,)."""
-        return self.precision().dense()
-
-    @cached_property
-    def close(self) -> tuple[Any, str]:
-        """P = Ĝ + D and its name; where Ĝ cannot absorb D exactly (a Kronecker product and one precision a weight), its
-        diagonal does."""
-        found = linalg.shift(self.near, self.precision())
-        try:
-            linalg.solve(found, torch.zeros(1, self.size, dtype=torch.float64, device=self.d.device))
-        except Unsupported:
-            return Diagonal(linalg.diagonal(self.near) + self.d, self.size), f"diagonal of {self.plan.preconditioner}"
-        return found, self.plan.preconditioner
-
-    # -- products in the unit of D ----------------------------------------------------------------------------------
-
-    def gram(self, v: Tensor) -> Tensor:
-        """RᵀWR v."""
-        return self.reads().product(v, self.weights.detach())[0]
-
-    def whitened(self, gram: Product) -> Product:
-        """u ↦ u + D^-½ G D^-½ u, from products with G: the system in the unit of D."""
-        scale = self.d.rsqrt()
-        return lambda u: u + scale * gram(scale * u).to(u)
-
-    def precondition(self, r: Tensor) -> Tensor:
-        """D^½ P⁻¹ D^½ r for r (k, p), in the unit of D."""
-        root = self.d.sqrt()
-        return root * linalg.solve(self.close[0], root * r) if len(r) else r
-
-    def sampled(self, noise: Tensor, prior: Tensor, start: Tensor) -> Solution:
-        """The solve of a sample. Where the data say little, b is nearly all prior noise e₀, and relative to it the
-        start e₀ would pass for the answer: the residual is relative to the data's part of b."""
-        pulled, b = self.right(noise, 0 * prior), self.right(noise, prior)
-        shares = self.reads().ranks.whole(pulled.norm(dim=-1) / b.norm(dim=-1), "shares of the data")
-        share = float(shares.min().clamp(1e-12, 1.0))
-        found = self.solved(b, start, share)
-        return replace(found, residual=found.residual / share)
-
-    def solved(self, b: Tensor, start: Tensor | None = None, share: float = 1.0) -> Solution:
-        """u with (I + D^-½ RᵀWR D^-½) u = b to a residual of tolerance·share·‖b‖, columns in groups that fit the memory
-        budget; raises unless converged. b and u are this rank's, residuals those of all."""
-        plan, ranks, groups = self.plan, self.reads().ranks, self._groups(len(b), OWN_VECTORS, OTHERS_VECTORS)
-        starts = [None] * len(groups) if start is None else start.split(groups)
-        with ranks.sharing_errors("a solve"):
-            found = [
-                self._solve(some, x0, share * plan.tolerance) for some, x0 in zip(b.split(groups), starts, strict=True)
-            ]
-        out = Solution(
-            torch.cat([one.x for one in found]),
-            ranks.whole(torch.cat([one.residual for one in found]), "residuals"),
-            max(one.steps for one in found),
-            not ranks.anywhere(not all(one.converged for one in found), "whether solves converged"),
-            sum(one.products for one in found),
-        )
-        if not out.converged:
-            residual = float(out.residual.max()) / share
-            raise NotConverged(
-                f"{plan.solver} stopped at a residual of {residual:.2g} after {out.steps} steps, "
-                f"above {plan.tolerance:g}; use preconditioner='nystrom' with a higher rank, a larger prior precision, "
-                "more max_steps, a looser tolerance, or a network in float64"
-            )
-        return out
-
-    def _at_once(self, held: int, passing: int) -> int:
-        """How many columns of all ranks fit the memory budget, by the vectors for each of one's own, and of others'."""
-        ranks, room = self.reads().ranks.size, self.plan.memory_budget // (8 * self.size)
-        own = room // (held + (ranks - 1) * passing)
-        return ranks * own if own else max(1, 1 + (room - held) // passing)
-
-    def _groups(self, k: int, held: int, passing: int) -> list[int]:
-        """How many of its k columns this rank takes in each of the groups that fit the memory budget. Columns come in
-        turns: the first of each rank, then the second; so all ranks have as many groups."""
-        ranks, at_once = self.reads().ranks, self._at_once(held, passing)
-        turns = torch.arange(k) * ranks.size + ranks.rank
-        groups = ranks.most(int(turns[-1]) // at_once + 1 if k else 1, "groups of columns")
-        return torch.bincount(turns // at_once, minlength=groups).tolist()
-
-    def _solve(self, b: Tensor, start: Tensor | None, tolerance: float) -> Solution:
-        plan, root, mv = self.plan, self.reads(), self.whitened(self.gram)
-
-        def anywhere(here: bool) -> bool:
-            return root.ranks.anywhere(here, "columns that are not solved for")
-
-        if plan.solver == "cg":
-            return cg(mv, b, self.precondition, start, tolerance, plan.max_steps, anywhere)
-        batches = (self.whitened(gram) for gram in root.minibatches(self.weights.detach()))
-        whole = 2 * -(-ROUND // (2 * root.batches))  # passes a round, as many in each half
-        rounds = max(1, plan.max_steps // whole)
-        return sgd(mv, batches, b, whole * root.batches, self.precondition, start, tolerance, rounds, anywhere)
-
-    # -- samples ----------------------------------------------------------------------------------------------------
+    memo: Remembered = field(default_factory=Remembered)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """A name for W and D."""
         d = self.precision()
         index = None if d.index is None else hash(d.index.cpu().numpy().tobytes())
-        return tuple(self.weights.tolist()), tuple(d.values.tolist()), index, d.key
+        return tuple(self.weights.tolist()), tuple(d.values.tolist()), index, d.unit_key
 
     @property
     def known(self) -> Samples | None:
         """The samples, if they were solved for."""
-        last = self.cache.get("samples")
+        last = self.memo.samples
+        return last[1] if last is not None and last[0] == self.key else None
+
+    @property
+    def known_logdet(self) -> Estimate | None:
+        """log|M| at t = 1, if it was estimated."""
+        last = self.memo.logdet
         return last[1] if last is not None and last[0] == self.key else None
 
     @cached_property
@@ -278,13 +71,13 @@ class Streamed:
         """The planned number of draws, of the same base noise for every W and D."""
         if self.known is not None:
             return self.known
-        last = self.cache.get("samples")
+        last = self.memo.samples
         root, plan = self.reads(), self.plan
         before, prior = root.passes, self._normal(self._own(plan.samples), plan.seed + 1)
         start = prior if last is None else last[2].dense().sqrt() * last[1].share(root.ranks)
         solution = self.sampled(self.noise, prior, start)
         z = self.d.rsqrt() * solution.x
-        groups = z.split(self._groups(len(z), 1, OTHERS_VECTORS))
+        groups = z.split(self.groups(len(z), 1, OTHERS_VECTORS))
         made = [root.product(some, self.weights.detach()) for some in groups]
         gz, squares = (torch.cat(parts) for parts in zip(*made, strict=True))
         found = Samples(
@@ -304,22 +97,35 @@ class Streamed:
     @property
     def noise(self) -> Tensor:
         """R_hᵀ e of this rank's samples, (h, k, p): one pass, and then for every W and D."""
-        if "noise" not in self.cache:
-            self.cache["noise"] = self._noise(self._own(self.plan.samples), self.plan.seed)
-        return self.cache["noise"]
+        if self.memo.noise is None:
+            self.memo.noise = self._noise(self._own(self.plan.samples), self.plan.seed)
+        return self.memo.noise
 
     def _noise(self, columns: Tensor, seed: int) -> Tensor:
         h = len(self.weights)
-        groups = columns.split(self._groups(len(columns), h, 2 * h))
+        groups = columns.split(self.groups(len(columns), h, 2 * h))
         return torch.cat([self.reads().noise(some, seed) for some in groups], 1)
 
     def _own(self, k: int) -> Tensor:
         """Which of k columns are this rank's."""
         return torch.arange(k)[self.reads().ranks.share(k)]
 
+    def sampled(self, noise: Tensor, prior: Tensor, start: Tensor) -> Solution:
+        """The solve of a sample. Where the data say little, b is nearly all prior noise e₀, and relative to it the
+        start e₀ would pass for the answer: the residual is relative to the data's part of b."""
+        pulled, b = self.right(noise, 0 * prior), self.right(noise, prior)
+        shares = self.reads().ranks.whole(pulled.norm(dim=-1) / b.norm(dim=-1), "shares of the data")
+        share = float(shares.min().clamp(1e-12, 1.0))
+        found = self.solved(b, start, share)
+        return replace(found, residual=found.residual / share)
+
     def remember(self, samples: Samples) -> None:
         """Take these as the samples of this W and D, and start from them where others are asked for."""
-        self.cache["samples"] = self.key, samples, self.precision()
+        self.memo.samples = self.key, samples, self.precision()
+
+    def remember_logdet(self, found: Estimate) -> None:
+        """Take this as log|M| of this W and D, at t = 1."""
+        self.memo.logdet = self.key, found
 
     def _normal(self, columns: Tensor, seed: int) -> Tensor:
         """e₀ of columns, (k, p)."""
@@ -354,7 +160,7 @@ class Streamed:
         """The same with all samples on every rank: what is made of them alone then takes none of the others."""
         kept = self.samples
         whole = replace(kept, z=kept.ranks.whole(kept.z, "samples"), ranks=ALONE)
-        return replace(self, cache={**self.cache, "samples": (self.key, whole, self.precision())})
+        return replace(self, memo=replace(self.memo, samples=(self.key, whole, self.precision())))
 
     # -- log|M| -----------------------------------------------------------------------------------------------------
 
@@ -362,16 +168,15 @@ class Streamed:
     def log_determinant(self) -> Estimate:
         """log|M| at t = 1, by as many probes as there are samples, in groups that fit the memory budget; where not even
         the Lanczos vectors of the fewest do, only the last ones are kept."""
-        known = self.cache.get("logdet")
-        if known is not None and known[0] == self.key:
-            return known[1]
+        if self.known_logdet is not None:
+            return self.known_logdet
         close, plan, ranks = self.close[0], self.plan, self.reads().ranks
         k, room = max(FEWEST, plan.samples), plan.memory_budget // (8 * self.size)  # probes, vectors
         groups = torch.arange(k).tensor_split(
-            max(1, min(k // FEWEST, -(-k // self._at_once(LANCZOS_VECTORS, OTHERS_VECTORS))))
+            max(1, min(k // FEWEST, -(-k // self.at_once(LANCZOS_VECTORS, OTHERS_VECTORS))))
         )
         own = -(-len(groups[0]) // ranks.size)  # probes of a group, at the most
-        window = max(SHORT, (room - OTHERS_VECTORS * (len(groups[0]) - own)) // own - WORK)
+        window = max(SHORT, (room - OTHERS_VECTORS * (len(groups[0]) - own)) // own - WORK_VECTORS)
 
         def step(v: Tensor) -> Tensor:
             mv = self.gram(v) + self.d * v
@@ -394,7 +199,7 @@ class Streamed:
                 for some in groups
             ]
         out = mean_of(torch.cat([one.samples for one in found]) + linalg.logdet(close))
-        self.cache["logdet"] = self.key, out
+        self.remember_logdet(out)
         return out
 
 
@@ -479,3 +284,17 @@ def _(op: Streamed, groups: Diagonal) -> Tensor:
 def _(op: Streamed) -> Tensor:
     eye = torch.eye(op.size, dtype=torch.float64, device=op.level.device)
     return torch.cat([linalg.mv(op, some) for some in eye.split(op.plan.samples)])
+
+
+linalg.log_determinant.register(Streamed, lambda op: op.log_determinant)
+linalg.gathered.register(Streamed, Streamed.gathered)
+
+
+@linalg.by_samples.register
+def _(op: Streamed) -> bool:
+    return True
+
+
+@linalg.kept_draws.register
+def _(op: Streamed, n: int) -> Tensor | None:
+    return op.first(n) if n <= op.plan.samples else None

@@ -30,8 +30,8 @@ def placed(prior: Prior, state: State) -> Prior:
         eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
         out = prior.at(state.structure.operator(state, state.unit_weights), state.tangent.theta, eps)
     dropped = out.counts_dropped()
-    if dropped and "dropped" not in state.cache:
-        state.cache["dropped"] = True  # said once
+    if dropped and not state.memo.said_dropped:
+        state.memo.said_dropped = True
         warnings.warn(
             f"the g-prior drops {sum(dropped.values())} of {state.layout.size} weights, on which no output depends "
             "over these data; they stay at their trained values without variance "

@@ -20,7 +20,7 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.memory import physical_memory
 from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue
-from lapwing.operators import Streamed, linalg
+from lapwing.operators import linalg
 from lapwing.outputs import WIDE, Draws, Normal, Outputs
 from lapwing.posterior.base import check_inputs
 from lapwing.push import At, push
@@ -49,9 +49,8 @@ class Gaussian:
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n weight vectors, (n, p); without a generator, those that predictions are made from, where some are kept."""
         n = given.whole(n, "the number of draws")
-        if generator is None and isinstance(self.precision, Streamed) and n <= self.precision.plan.samples:
-            return self.mean + self.precision.first(n)
-        return self.mean + linalg.draw(self.precision, n, given.generator(generator))
+        kept = linalg.kept_draws(self.precision, n) if generator is None else None
+        return self.mean + (linalg.draw(self.precision, n, given.generator(generator)) if kept is None else kept)
 
     def covariance(self, rows: Any) -> Tensor:
         """J Σ Jᵀ for rows (n, c, p) in named_parameters() order, (n, c, c)."""
@@ -61,8 +60,7 @@ class Gaussian:
     @property
     def jitter(self) -> float:
         """What the factorizations so far had to add to the diagonal (0 unless a warning said so)."""
-        operators = getattr(self.precision, "parts", (self.precision,))
-        return max(float(getattr(op, "cache", {}).get("jitter", 0.0)) for op in operators)
+        return linalg.jitter(self.precision)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -80,7 +78,7 @@ class Gaussian:
         ranks = getattr(self.precision, "ranks", ALONE)
         with ranks.sharing_errors("reading the inputs"):
             check_inputs(x)
-        if not joint and not isinstance(self.precision, Streamed) and _too_many(self.tangent, x):
+        if not joint and not linalg.by_samples(self.precision) and _too_many(self.tangent, x):
             out: Outputs = self._drawn(x, samples, generator)
         else:
             out = push(self.precision, At(self.tangent, x, joint, budget, self.parts))

@@ -52,7 +52,7 @@ def _sums(posterior: Gaussian, likelihood: Likelihood, batches: Any, budget: int
     if len(y) > EXAMPLES or positions * outputs > WIDE:
         return torch.zeros(3, dtype=torch.float64)
     made = predict(posterior, likelihood.plain, x, memory_budget=budget)
-    made = replace(made, likelihood=likelihood)  # the targets are those of the fit: weighted, ignored
+    made = replace(made, likelihood=likelihood.predictive)  # the targets are those of the fit: weighted, ignored
     certain = replace(made, outputs=made.outputs.scaled(0.0))
     mine, network = made.log_prob(y), certain.log_prob(y)
     return -torch.tensor([float(mine.sum()), float(network.sum()), -len(y) * positions], dtype=torch.float64)

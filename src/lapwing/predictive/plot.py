@@ -22,6 +22,7 @@ MOST = len(COLORS)  # curves in one picture
 
 
 def figure(prediction: Prediction, x: Any, data: Any, level: float) -> Any:
+    """A matplotlib figure over inputs x (n, 1) or (n, 2), with the data (X, y) if given."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -33,6 +33,7 @@ def predict(
     memory_budget: int | None = None,
 ) -> Prediction:
     """Predict at x, about f(x), or about h(x, v̄) = f(x) + J(x)(v̄ − θ*) where a center v̄ (p,) is given."""
+    likelihood = likelihood.predictive
     if memory_budget is not None:
         posterior = replace(posterior, memory_budget=memory_budget)
     if via == "tangent":

@@ -124,6 +124,7 @@ class Prediction:
 
     @property
     def probs(self) -> Tensor:
+        """Class probabilities, (n, ..., c)."""
         if not self.likelihood.classes:
             raise Unsupported(f"a {self.likelihood.name} prediction has no class probabilities; use mean and std")
         return self.mean
@@ -140,10 +141,12 @@ class Prediction:
 
     @property
     def total(self) -> Tensor:
+        """Var[y] = epistemic + aleatoric."""
         return self._response.total.to(self.f_mean)
 
     @property
     def std(self) -> Tensor:
+        """√total."""
         return self._response.total.sqrt().to(self.f_mean)
 
     @property

@@ -18,6 +18,7 @@ ROWS, COLUMNS = 5, 3  # shown
 
 
 def to_numpy(prediction: Prediction) -> dict[str, Any]:
+    """The fields that there are, by name."""
     names = ["mean", "std", "epistemic", "aleatoric", "total", "f_mean", "f_var"]
     names += ["entropy", "expected_entropy", "mutual_information"] if prediction.likelihood.classes else []
     found = {name: _part(prediction, name) for name in names}
@@ -25,6 +26,7 @@ def to_numpy(prediction: Prediction) -> dict[str, Any]:
 
 
 def text(prediction: Prediction) -> str:
+    """A table for a terminal."""
     columns, rows = _table(prediction)
     widths = [max(len(column), *(len(row[j]) for row in rows)) for j, column in enumerate(columns)]
     lines = ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in [columns, *rows]]
@@ -32,6 +34,7 @@ def text(prediction: Prediction) -> str:
 
 
 def html(prediction: Prediction) -> str:
+    """A table for a notebook."""
     columns, rows = _table(prediction)
     more = [["…"] * len(columns)] if len(prediction.f_mean) > ROWS else []
     head = "".join(f"<th>{escaping.escape(column)}</th>" for column in columns)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lapwing import given, registry
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.operators import Diagonal, linalg
+from lapwing.operators.memo import Grouping
 from lapwing.priors import groups
 from lapwing.tree import Layout
 
@@ -37,14 +38,14 @@ RANGE = math.log(1e6)  # a search may move a hyperparameter by this factor, unle
 class Prior:
     """Base class. A subclass gives `log_prob` and `quadratic`; `sample` where it has draws."""
 
-    bound: ClassVar[tuple[str, ...]] = ("names", "index", "layout", "cache")  # by a network; not in files
+    bound: ClassVar[tuple[str, ...]] = ("names", "index", "layout", "grouping")  # by a network; not in files
     settings: ClassVar[tuple[str, ...]] = ("per", "mean")  # fields that are no hyperparameters
     gaussian: ClassVar[bool] = False  # A does not move with v
     per = "all"  # the grouping; without a type, so that a subclass makes it a field, in its own order
     names: tuple[str, ...] = field(default=(), kw_only=True)  # of the groups, once bound; () for per='weight'
     index: Tensor | None = field(default=None, kw_only=True)  # (p,) group of each weight; None: one group, or one each
     layout: Layout | None = field(default=None, kw_only=True)
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)  # of the groups, whatever the values
+    grouping: Grouping = field(default_factory=Grouping, repr=False, kw_only=True)  # what follows from the groups alone
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -108,8 +109,8 @@ class Prior:
 
     def replace(self: P, **hyperparameters: Any) -> P:
         """The same prior at other hyperparameters."""
-        kept = self.cache if set(hyperparameters) <= set(self._moving()) else {}
-        return replace(self, **hyperparameters, cache=kept)
+        kept = self.grouping if set(hyperparameters) <= set(self._moving()) else Grouping()
+        return replace(self, **hyperparameters, grouping=kept)
 
     def labels(self) -> dict[str, tuple[str, ...]]:
         """What each value of each hyperparameter is called."""
@@ -178,7 +179,7 @@ class Prior:
             values[name] = value
         index = None if index is None else index.to(device)
         own = {"per": per} if per is not self.per else {}
-        return replace(self, **values, **own, names=names, index=index, layout=layout, cache={})
+        return replace(self, **values, **own, names=names, index=index, layout=layout, grouping=Grouping())
 
     def _bound(self) -> Layout:
         if self.layout is None:
@@ -190,7 +191,7 @@ class Prior:
         layout = self._bound()
         device = next((value.device for value in self.hyperparameters.values()), None)
         ones = torch.ones(len(self.names) or layout.size, dtype=torch.float64, device=device)
-        return Diagonal(ones, layout.size, self.index, cache=self.cache)
+        return Diagonal(ones, layout.size, self.index, grouping=self.grouping)
 
     def counts(self) -> Tensor:
         """How many weights each group has, (g,)."""

@@ -29,6 +29,8 @@ TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True, eq=False)
 class Gaussian(Prior):
+    """θ ~ N(m, diag(λ)⁻¹), one precision λ for all weights or one for each group; m = 0 unless a mean is given."""
+
     gaussian: ClassVar[bool] = True
     precision: Any = 1.0  # λ: a float, a tensor (), (g,), or a mapping {glob: float}
     per: Any = "all"
@@ -64,7 +66,7 @@ class Gaussian(Prior):
 
     def operator(self) -> Diagonal:
         """A, the prior's precision."""
-        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, cache=self.cache)
+        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, grouping=self.grouping)
 
     def groups(self) -> Diagonal:
         """Which group each weight belongs to: a Diagonal of the groups' precisions λ_g alone."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue
 from lapwing.operators import Blocks, Diagonal, Kronecker, linalg
+from lapwing.operators.memo import Grouping
 from lapwing.priors.gaussian import Gaussian
 from lapwing.tree import Layout, layer_of
 
@@ -53,7 +55,7 @@ class GPrior(Gaussian):
     def at(self, curvature: Any, theta: Tensor, eps: float = torch.finfo(torch.float64).eps) -> GPrior:
         """This prior with the second moments of a curvature (an operator, at unit noise) and the trained weights."""
         unit, dropped = second_moments(curvature, self._bound(), self.floor, eps)
-        return replace(self, unit=unit, dropped=dropped, held=theta.detach().to(torch.float64), cache={})
+        return replace(self, unit=unit, dropped=dropped, held=theta.detach().to(torch.float64), grouping=Grouping())
 
     def put_back(self, theta: Tensor) -> GPrior:
         """As a file has it, at the trained weights: with the second moments that it was saved with."""
@@ -63,7 +65,7 @@ class GPrior(Gaussian):
         if unit.dtype != torch.float64 or not bool((torch.isfinite(unit) & (unit > 0)).all()):
             raise InvalidValue("the second moments of a g-prior must be positive, finite and float64")
         held, device = theta.detach().to(torch.float64), theta.device
-        return replace(self, unit=unit.to(device), dropped=dropped.to(device), held=held, cache={})
+        return replace(self, unit=unit.to(device), dropped=dropped.to(device), held=held, grouping=Grouping())
 
     def counts_dropped(self) -> dict[str, int]:
         """How many weights of each parameter are dropped; only parameters with some."""
@@ -82,7 +84,7 @@ class GPrior(Gaussian):
 
     def operator(self) -> Diagonal:
         unit, _ = self._placed()
-        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, unit, self.cache)
+        return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, unit, self.grouping)
 
     def mean_vector(self) -> Tensor:
         """m, (p,); a dropped weight's is its trained value."""
@@ -103,22 +105,26 @@ class GPrior(Gaussian):
         return 0.5 * (live * (self.operator().dense() / (2 * math.pi)).log()).sum() - self.price(self.vector(weights))
 
 
+@singledispatch
 def second_moments(op: Any, layout: Layout, floor: float, eps: float) -> tuple[Tensor, Tensor]:
     """h (p,) of a curvature, floored or raised where dead, and which weights are dropped."""
-    if isinstance(op, Blocks):
-        moments = [linalg.diagonal(part).detach() for part in op.parts]
-        top = max((float(h.max()) for h in moments), default=0.0)
-        found = [
-            _none(h, top) if _is_rounding(h, top) else _of_block(part, floor, eps)
-            for part, h in zip(op.parts, moments, strict=True)
-        ]
-        return op.join([h for h, _ in found]), op.join([dead for _, dead in found])
     h, dead = linalg.diagonal(op).detach().clone(), torch.zeros(op.size, dtype=torch.bool)
     dead, top = dead.to(h.device), float(h.max())
     for columns in _layers(layout):
         own = h[columns]
         h[columns], dead[columns] = _none(own, top) if _is_rounding(own, top) else _raised(own, floor, eps)
     return h, dead
+
+
+@second_moments.register
+def _(op: Blocks, layout: Layout, floor: float, eps: float) -> tuple[Tensor, Tensor]:
+    moments = [linalg.diagonal(part).detach() for part in op.parts]
+    top = max((float(h.max()) for h in moments), default=0.0)
+    found = [
+        _none(h, top) if _is_rounding(h, top) else _of_block(part, floor, eps)
+        for part, h in zip(op.parts, moments, strict=True)
+    ]
+    return op.join([h for h, _ in found]), op.join([dead for _, dead in found])
 
 
 def _is_rounding(h: Tensor, top: float) -> bool:
@@ -131,9 +137,13 @@ def _none(h: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return torch.full_like(h, DROPPED * top), torch.ones_like(h, dtype=torch.bool)
 
 
+@singledispatch
 def _of_block(op: Any, floor: float, eps: float) -> tuple[Tensor, Tensor]:
-    if not isinstance(op, Kronecker):
-        return _raised(linalg.diagonal(op).detach(), floor, eps)
+    return _raised(linalg.diagonal(op).detach(), floor, eps)
+
+
+@_of_block.register
+def _(op: Kronecker, floor: float, eps: float) -> tuple[Tensor, Tensor]:
     e, dead_e = _raised(op.input_squares.detach(), floor, eps)  # (b, i)
     u, dead_u = _raised(op.b.detach().diagonal(dim1=-2, dim2=-1), floor, eps)  # (b, o)
     h = op.factor.detach() * u.unsqueeze(-1) * e.unsqueeze(-2)

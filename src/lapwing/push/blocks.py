@@ -21,9 +21,10 @@ from lapwing.curvature.parts import Part
 from lapwing.operators import Blocks, linalg
 from lapwing.outputs import Normal
 from lapwing.push.basis import in_basis
-from lapwing.push.runs import At, units
+from lapwing.push.runs import At
 from lapwing.push.verb import push
 from lapwing.tangent import TangentModel
+from lapwing.tangent.rows import units
 
 
 @push.register

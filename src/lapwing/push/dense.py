@@ -8,8 +8,9 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.rows import RowMaker
 from lapwing.operators import Dense, linalg
 from lapwing.outputs import Normal
-from lapwing.push.runs import At, units
+from lapwing.push.runs import At
 from lapwing.push.verb import by_rows, push
+from lapwing.tangent.rows import units
 
 
 @push.register

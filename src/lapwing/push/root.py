@@ -6,8 +6,9 @@ from __future__ import annotations
 from lapwing.curvature.rows import StreamedRows
 from lapwing.operators import HeldRows, RootPlusDiagonal, linalg
 from lapwing.outputs import Normal, Outputs
-from lapwing.push.runs import At, units
+from lapwing.push.runs import At
 from lapwing.push.verb import push
+from lapwing.tangent.rows import units
 
 
 @push.register

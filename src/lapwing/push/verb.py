@@ -16,7 +16,8 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.rows import RowMaker
 from lapwing.operators import linalg
 from lapwing.outputs import Normal, Outputs
-from lapwing.push.runs import At, units
+from lapwing.push.runs import At
+from lapwing.tangent.rows import units
 
 
 @singledispatch

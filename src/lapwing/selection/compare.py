@@ -134,8 +134,8 @@ class Comparison:
 
 @torch.inference_mode(False)
 def compare(models: Mapping[str, Any], data: Any = None) -> Comparison:
-    """The evidence of each {name: fit}, its terms, and with held-out data (X, y) or a loader its NLL beside it. Fits may
-    be of any kind; where one has no evidence, they are compared by held-out data."""
+    """The evidence of each {name: fit}, its terms, and with held-out data (X, y) or a loader its NLL beside it. They
+    may be of any kind; where one has no evidence, they are compared by held-out data."""
     if not isinstance(models, Mapping) or not models:
         raise InvalidValue(f"compare takes {{name: la}} with at least one model, got {type(models).__name__}")
     for name, la in models.items():

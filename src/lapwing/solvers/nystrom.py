@@ -131,7 +131,7 @@ def _cholesky(core: Tensor, shift: float) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Span:
+class Subspace:
     """What sketches Y_h = Ω G_h (h, k, p) with one Ω (k, p) tell of every Σ_h w_h G_h."""
 
     V: Tensor  # (r, p), orthonormal rows that span all of them
@@ -142,16 +142,16 @@ class Span:
     eps: float  # of the numbers that Y was summed from
 
 
-def span_of(sketches: Tensor, tests: Tensor, eps: float = EPS) -> Span:
+def span_of(sketches: Tensor, tests: Tensor, eps: float = EPS) -> Subspace:
     """The span of all sketches (h, k, p) that were made with the same test vectors (k, p)."""
     sketches = sketches.to(torch.float64)
     q, upper = torch.linalg.qr(tests.mT)
     y = torch.linalg.solve_triangular(upper.mT, sketches, upper=False)
     V = torch.linalg.qr(y.flatten(0, 1).mT)[0].mT.contiguous()
-    return Span(V, y @ V.mT, y @ q, upper, _length(tests) * _length(sketches), eps)
+    return Subspace(V, y @ V.mT, y @ q, upper, _length(tests) * _length(sketches), eps)
 
 
-def mixed_root(span: Span, weights: Tensor) -> Tensor:
+def mixed_root(span: Subspace, weights: Tensor) -> Tensor:
     """L (r, k) with Ĝ = Vᵀ L Lᵀ V of Σ_h w_h G_h ⪰ 0, differentiable in w, whose signs may differ."""
     y, core = torch.einsum("h,hkr->kr", weights, span.inside), torch.einsum("h,hij->ij", weights, span.cores)
     w, fixed = weights.detach().abs(), core.detach()

@@ -17,28 +17,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lapwing import tree
+from lapwing.tangent.facts import Facts
+from lapwing.tangent.kernels import out_of_memory
 
 if TYPE_CHECKING:
-    from lapwing.tangent.linearize import TangentModel
+    from lapwing.tangent.model import TangentModel
 
 Gradients = Mapping[str, Tensor | None]  # {name: (*shape)}, None where no output depends on it
-FEW = 4  # examples that run at weights nearby
+Rows = Mapping[str, Tensor]  # {name: (n, k, *shape)} or {name: (k, *shape)}
+Pull = Callable[["TangentModel", Any, Tensor], Rows]  # a route, run again at other weights
+Push = Callable[["TangentModel", Any], Tensor]
+T = TypeVar("T")
+NEARBY_EXAMPLES = 4  # that run at weights nearby
 MOVES = 4  # such weights
-MOST = 64  # examples of a push that are held to a reverse pass, which takes more memory than the push
+PUSH_EXAMPLES = 64  # of a push that are held to a reverse pass, which takes more memory than the push
+
+
+def attempt(
+    tangent: TangentModel,
+    route: str,
+    key: Hashable,
+    run: Callable[[], T],
+    right: Callable[[T], bool],
+    lacks: tuple[type[Exception], ...] = (RuntimeError,),
+) -> T | None:
+    """What a fast route gives; None where it fails with an error that says that torch lacks a rule, or is not right on
+    inputs of these shapes: it is closed from then on."""
+    if route in tangent.facts.closed:
+        return None
+    try:
+        found = run()
+    except lacks as error:
+        if out_of_memory(error):
+            raise
+    else:
+        if once(tangent, route, key, lambda: right(found)):
+            return found
+    tangent.facts.closed.add(route)
+    return None
 
 
 def once(tangent: TangentModel, route: str, key: Hashable, right: Callable[[], bool]) -> bool:
     """Whether a route is right on inputs of these shapes: asked once, and remembered by the tangent model."""
-    known = tangent.route.setdefault("proved", set())
-    if (route, key) not in known and not right():
+    proved = tangent.facts.proved
+    if (route, key) not in proved and not right():
         return False
-    known.add((route, key))
+    proved.add((route, key))
     return True
 
 
@@ -50,82 +80,45 @@ def shapes(x: Any, *more: Tensor) -> Hashable:
 # -- the identities ------------------------------------------------------------------------------------------------
 
 
-def rows(
-    tangent: TangentModel,
-    x: Any,
-    u: Tensor,
-    names: tuple[str, ...],
-    found: Mapping[str, Tensor],
-    again: Callable[[TangentModel, Any, Tensor], Mapping[str, Tensor]],
-) -> bool:
+def rows(tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...], found: Rows, again: Pull) -> bool:
     """Whether uᵀJ(x_n), {name: (n, k, *shape)} for u (n, k, ..., c), is autograd's. again: the route anew."""
-
-    def want(at: TangentModel, x: Any, u: Tensor, w: Tensor) -> Gradients:
-        return at.gradients(x, torch.einsum("nk,nk...->n...", w, u), names)
-
-    return _pulled(tangent, x, u, found, again, want, lead=2, cut=lambda u, few: u[few])
+    return _pulled(tangent, x, u, names, found, again, lead=2)
 
 
-def pulls(
-    tangent: TangentModel,
-    x: Any,
-    u: Tensor,
-    found: Mapping[str, Tensor],
-    again: Callable[[TangentModel, Any, Tensor], Mapping[str, Tensor]],
-) -> bool:
+def pulls(tangent: TangentModel, x: Any, u: Tensor, found: Rows, again: Pull) -> bool:
     """Whether Jᵀu, {name: (k, *shape)} for u (k, n, ..., c), is autograd's."""
-
-    def want(at: TangentModel, x: Any, u: Tensor, w: Tensor) -> Gradients:
-        return at.gradients(x, torch.einsum("k,k...->...", w, u))
-
-    return _pulled(tangent, x, u, found, again, want, lead=1, cut=lambda u, few: u[:, few])
+    return _pulled(tangent, x, u, None, found, again, lead=1)
 
 
 def _pulled(
-    tangent: TangentModel,
-    x: Any,
-    u: Tensor,
-    found: Mapping[str, Tensor],
-    again: Callable[[TangentModel, Any, Tensor], Mapping[str, Tensor]],
-    want: Callable[[TangentModel, Any, Tensor, Tensor], Gradients],
-    lead: int,
-    cut: Callable[[Tensor, slice], Tensor],
+    tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...] | None, found: Rows, again: Pull, lead: int
 ) -> bool:
-    w = mixture(u, lead)
-    truth = want(tangent, x, u, w)
-    if not agree(found, truth, w, tangent.eps):
-        return False
-    if not _silent(truth):
-        return True
-    few, index = _few(tangent, x)
-    u = cut(u, index)
-
-    def right(at: TangentModel) -> bool:
+    def compared(at: TangentModel, x: Any, u: Tensor, found: Rows) -> tuple[bool, Gradients]:
         w = mixture(u, lead)
-        return agree(again(at, few, u), want(at, few, u, w), w, tangent.eps)
+        mixed = torch.einsum("nk,nk...->n..." if lead == 2 else "k,k...->...", w, u)
+        truth = at.gradients(x, mixed, names)
+        return agree(found, truth, w, tangent.eps), truth
 
-    return _nearby(tangent, ("pulled", *truth), few, right)
+    right, truth = compared(tangent, x, u, found)
+    if not right or not _some_zero(truth):
+        return right
+    few, index = _few(tangent, x)
+    u = u[index] if lead == 2 else u[:, index]
+    return _nearby(tangent, ("pulled", *truth), few, lambda at: compared(at, few, u, again(at, few, u))[0])
 
 
-def pushes(
-    tangent: TangentModel, x: Any, v: Tensor, found: Tensor, again: Callable[[TangentModel, Any], Tensor]
-) -> bool:
+def pushes(tangent: TangentModel, x: Any, v: Tensor, found: Tensor, again: Push) -> bool:
     """Whether J(x)v, (k, n, ..., c) for v (k, p), is autograd's."""
-    if found.shape[1] > MOST and tangent.separable(x):
-        x, found = tree.rows_of(x, slice(0, MOST)), found[:, :MOST]
+    if found.shape[1] > PUSH_EXAMPLES and tangent.separable(x):
+        x, found = tree.rows_of(x, slice(0, PUSH_EXAMPLES)), found[:, :PUSH_EXAMPLES]
     r = normal(found.shape[1:], found)
     truth = tangent.gradients(x, r)
-    if not _adjoint(tangent, v, found, r, truth):
-        return False
-    if not _silent(truth):
-        return True
+    right = _adjoint(tangent, v, found, r, truth)
+    if not right or not _some_zero(truth):
+        return right
     few, index = _few(tangent, x)
     r = r[index]
-
-    def right(at: TangentModel) -> bool:
-        return _adjoint(tangent, v, again(at, few), r, at.gradients(few, r))
-
-    return _nearby(tangent, "pushed", few, right)
+    return _nearby(tangent, "pushed", few, lambda at: _adjoint(tangent, v, again(at, few), r, at.gradients(few, r)))
 
 
 def _adjoint(tangent: TangentModel, v: Tensor, found: Tensor, r: Tensor, truth: Gradients) -> bool:
@@ -141,7 +134,7 @@ def _adjoint(tangent: TangentModel, v: Tensor, found: Tensor, r: Tensor, truth: 
     return bool(((pushed.sum(1) - want).abs() <= _coarse(tangent.eps) * size + 1e-300).all())
 
 
-def agree(found: Mapping[str, Tensor], truth: Gradients, w: Tensor, eps: float) -> bool:
+def agree(found: Rows, truth: Gradients, w: Tensor, eps: float) -> bool:
     """Whether Σ w found, for found {name: (*w.shape, *shape)}, is the truth for each name, up to rounding."""
     flat = {n: t.reshape(w.numel(), -1) for n, t in found.items() if t.numel() and t.shape[: w.ndim] == w.shape}
     if any(n not in flat or flat[n].shape[1] != g.numel() for n, g in truth.items() if g is not None and g.numel()):
@@ -184,14 +177,14 @@ def normal(shape: Any, like: Tensor) -> Tensor:
 # -- weights nearby ------------------------------------------------------------------------------------------------
 
 
-def _silent(truth: Gradients) -> bool:
+def _some_zero(truth: Gradients) -> bool:
     return any(g is not None and not bool(g.any()) for g in truth.values())
 
 
 def _few(tangent: TangentModel, x: Any) -> tuple[Any, slice]:
     if not tangent.separable(x):
         return x, slice(None)
-    return tree.rows_of(x, slice(0, FEW)), slice(0, FEW)
+    return tree.rows_of(x, slice(0, NEARBY_EXAMPLES)), slice(0, NEARBY_EXAMPLES)
 
 
 def _nearby(tangent: TangentModel, what: Hashable, x: Any, right: Callable[[TangentModel], bool]) -> bool:
@@ -216,5 +209,4 @@ def moved(tangent: TangentModel) -> Iterator[TangentModel]:
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
             size = p.square().mean().sqrt()
             params[n] = p + noise * torch.where(size > 0, size, torch.ones_like(size))
-        kept = {key: tangent.route[key] for key in ("separable",) if key in tangent.route}
-        yield replace(tangent, params=params, route=kept)
+        yield replace(tangent, params=params, facts=Facts(separable=tangent.facts.separable))

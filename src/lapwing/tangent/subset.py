@@ -10,18 +10,16 @@ mask             one boolean vector over all parameters with requires_grad, in n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lapwing import tree
-from lapwing.errors import InvalidValue, LapwingError, NetworkFailed
+from lapwing.errors import InvalidValue
+from lapwing.tangent.calling import Forward, Swapped, compiled, naming_inputs
 from lapwing.tree import Layout
-
-Forward = Callable[[nn.Module, Any], Tensor]
 
 
 def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Layout:
@@ -58,11 +56,6 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
         masks={name: mask for name, mask in chosen.items() if mask is not None},
         empty=empty,
     )
-
-
-def compiled(model: Any) -> bool:
-    """Whether this is what torch.compile made of a module, and not a module with a part of that name."""
-    return type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod")
 
 
 def trainable(model: nn.Module) -> Layout:
@@ -197,43 +190,9 @@ def _traced(
     handles = [m.register_forward_pre_hook(before) for _, m in own]
     handles += [m.register_forward_hook(functools.partial(after, name=n)) for n, m in own]
     try:
-        with torch.enable_grad(), telling(model, example):
+        with torch.enable_grad(), naming_inputs(model, example):
             tensors = {f"model.{n}": t for n, t in {**params, **buffers}.items()}
             return torch.func.functional_call(Swapped(model, forward), tensors, (example,)), params
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def telling(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """What torch raises while the network runs on inputs, said in our words, with the inputs."""
-    try:
-        yield
-    except (LapwingError, torch.OutOfMemoryError):
-        raise
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError) as error:
-        found = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tree.tensors(inputs)]
-        own = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
-        raise NetworkFailed(
-            f"the network failed on inputs of {', '.join(found[:4]) or type(inputs).__name__}: {type(error).__name__}: "
-            f"{error}; give inputs of the shapes and dtypes that it was trained on (its weights are "
-            f"{', '.join(sorted(own))}), or say how it is called with forward=lambda model, x: ..."
-        ) from error
-
-
-class Swapped(nn.Module):
-    """forward(model, x) as a module, so that functional_call can swap the model's tensors under any hook."""
-
-    def __init__(self, model: nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.model = model
-        self.hook = forward
-
-    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-        """Each module once, always: functional_call swaps every name of a tied tensor, and would swap a module that
-        has two names twice, which leaves the swapped tensor behind in the user's model."""
-        return super().named_modules(memo, prefix)
-
-    def forward(self, x: Any) -> Tensor:
-        return self.hook(self.model, x)

@@ -4,26 +4,17 @@ from lapwing.tune.bounds import Tuning
 from lapwing.tune.em import em
 from lapwing.tune.evidence import evidence
 from lapwing.tune.fixed_point import mackay
-from lapwing.tune.history import History, Record
 from lapwing.tune.modes import warn_no_mode
-from lapwing.tune.objective import Objective
-from lapwing.tune.online import OnlineEvidence
 from lapwing.tune.surrogate import slope
 from lapwing.tune.tracking import Tracker
-from lapwing.tune.training import mackay_training
 from lapwing.tune.validation import validation
 
 __all__ = [
-    "History",
-    "Objective",
-    "OnlineEvidence",
-    "Record",
     "Tracker",
     "Tuning",
     "em",
     "evidence",
     "mackay",
-    "mackay_training",
     "slope",
     "validation",
     "warn_no_mode",

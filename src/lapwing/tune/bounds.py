@@ -12,8 +12,8 @@ A search that ends at a bound stops there, warns once, and says so in `at_bound`
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from torch import Tensor
 from lapwing.curvature import State
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.evidence import mean_curvature
+from lapwing.likelihoods import Likelihood
+from lapwing.priors import Prior
 
+P = TypeVar("P", bound=Prior)
 EDGE = 1e-3  # nats from a bound that count as at it
 
 
@@ -49,10 +52,11 @@ class Box:
     low: dict[str, Tensor]
     high: dict[str, Tensor]
     start: dict[str, Tensor]
-    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]]  # of each value
     floors: tuple[str, ...] = ()  # whose lower bound is meant: to end there is nothing to warn of
 
     def at_bound(self, log_values: dict[str, Tensor]) -> tuple[str, ...]:
+        """The names of those that are at a bound, but at no floor."""
         out: list[str] = []
         for key, value in log_values.items():
             hit = self._at(self.high, key, value)
@@ -63,13 +67,14 @@ class Box:
         return tuple(dict.fromkeys(out))
 
     def at_floor(self, log_values: dict[str, Tensor]) -> tuple[str, ...]:
+        """The names of those that are at a floor."""
         return tuple(key for key in self.floors if bool(self._at(self.low, key, log_values[key]).any()))
 
     def _at(self, bound: dict[str, Tensor], key: str, value: Tensor) -> Tensor:
         return (value - bound[key]).abs() < EDGE
 
 
-def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Box:
+def box(state: State, prior: Prior, likelihood: Likelihood, fixed: tuple[str, ...]) -> Box:
     """What prior and likelihood say of where their hyperparameters may go, but for the fixed."""
     known = {**prior.hyperparameters, **likelihood.hyperparameters}
     shared = prior.hyperparameters.keys() & likelihood.hyperparameters.keys()
@@ -94,13 +99,14 @@ def box(state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...]) -> Bo
     return Box(low, high, start, prior.labels())
 
 
-def at_values(prior: Any, likelihood: Any, log_values: dict[str, Tensor]) -> tuple[Any, Any]:
+def at_values(prior: P, likelihood: Likelihood, log_values: dict[str, Tensor]) -> tuple[P, Likelihood]:
     """The prior and likelihood with these hyperparameters."""
     parts = [{k: log_values[k] for k in one.hyperparameters if k in log_values} for one in (prior, likelihood)]
     return prior.moved(parts[0]) if parts[0] else prior, likelihood.moved(parts[1]) if parts[1] else likelihood
 
 
 def warn_bound(at_bound: tuple[str, ...]) -> None:
+    """Warn of a search that ended at a bound, and name the first four."""
     if at_bound:
         shown = ", ".join(at_bound[:4]) + (f" and {len(at_bound) - 4} more" if len(at_bound) > 4 else "")
         warnings.warn(

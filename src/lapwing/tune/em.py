@@ -9,16 +9,16 @@ closer than a part of γ̂'s own standard error. Source: Antorán et al. 2023.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lapwing.curvature import State
 from lapwing.errors import Unsupported
-from lapwing.operators import Streamed, linalg
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import linalg
 from lapwing.posterior import curvature
+from lapwing.priors import Gaussian
 from lapwing.tune.bounds import Box, Tuning, box, warn_bound
-from lapwing.tune.fixed_point import FASTEST, TOLERANCE, Stride, _Loop, precision
+from lapwing.tune.fixed_point import FASTEST, TOLERANCE, FixedPoint, Stride, residual_wanted
 from lapwing.tune.tracking import Tracker
 
 EM_STEPS = 100
@@ -27,18 +27,18 @@ SHARE = 0.05  # of the standard error of γ̂, within which the fixed point is m
 
 def em(
     state: State,
-    prior: Any,
-    likelihood: Any,
+    prior: Gaussian,
+    likelihood: Likelihood,
     fixed: tuple[str, ...] = (),
     tolerance: float = TOLERANCE,
     tracker: Tracker | None = None,
-) -> tuple[Any, Any, Tuning]:
+) -> tuple[Gaussian, Likelihood, Tuning]:
     """The prior and likelihood of the fixed point, at the trained weights or at the v* of a tracker."""
-    if not isinstance(curvature(state, likelihood), Streamed):
+    if not state.structure.streams:
         raise Unsupported(f"em takes traces from samples; structure '{state.structure}' has exact ones: use mackay")
     bounds = box(state, prior, likelihood, fixed)
     bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)
-    loop = _Loop(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
+    loop = FixedPoint(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
     values, steps, settled = _run(loop, bounds, tracker, tolerance)
     at_bound = bounds.at_bound(values)
     warn_bound(at_bound)
@@ -47,14 +47,16 @@ def em(
     return *found, report if tracker is None else tracker.report(report, *found, bounds.at_floor(values))
 
 
-def _run(loop: _Loop, bounds: Box, tracker: Tracker | None, tolerance: float) -> tuple[dict[str, Tensor], int, bool]:
+def _run(
+    loop: FixedPoint, bounds: Box, tracker: Tracker | None, tolerance: float
+) -> tuple[dict[str, Tensor], int, bool]:
     values, stride, gap = dict(bounds.start), Stride(loop.most), 1.0
     for step in range(1, EM_STEPS + 1):
         now = loop.at(values)
         center, precise = None, True
         if tracker is not None:
-            center = tracker.center(*now, precision(gap, tolerance))
-            precise = center.residual <= max(tracker.tolerance, precision(0.0, tolerance), center.rounding)
+            center = tracker.center(*now, residual_wanted(gap, tolerance))
+            precise = center.residual <= max(tracker.tolerance, residual_wanted(0.0, tolerance), center.rounding)
         wanted, gap = loop.look(bounds, values, center)
         near = max(tolerance, SHARE * _relative_error(loop, now))
         if gap <= near and precise:
@@ -64,7 +66,7 @@ def _run(loop: _Loop, bounds: Box, tracker: Tracker | None, tolerance: float) ->
     return values, EM_STEPS, False
 
 
-def _relative_error(loop: _Loop, now: tuple[Any, Any]) -> float:
+def _relative_error(loop: FixedPoint, now: tuple[Gaussian, Likelihood]) -> float:
     """The standard error of γ̂, of max(1, γ̂): the least over groups."""
     prior, likelihood = now
     gamma = linalg.shift(curvature(loop.state, likelihood), prior.operator()).samples.gamma  # (k, g)

@@ -9,7 +9,6 @@ At the tangent center v* is solved for again at each evaluation; its derivative 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,8 @@ from torch import Tensor
 from lapwing.curvature import State
 from lapwing.errors import NotConverged
 from lapwing.evidence import effective_dimension, log_evidence, scatter
+from lapwing.likelihoods import Likelihood
+from lapwing.priors import Prior
 from lapwing.tune.bounds import EDGE, Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
 
@@ -26,8 +27,8 @@ SECANTS, CLOSE = 12, 1e-7  # steps towards a start, and how near, in log λ, is 
 
 
 def evidence(
-    state: State, prior: Any, likelihood: Any, fixed: tuple[str, ...] = (), tracker: Tracker | None = None
-) -> tuple[Any, Any, Tuning]:
+    state: State, prior: Prior, likelihood: Likelihood, fixed: tuple[str, ...] = (), tracker: Tracker | None = None
+) -> tuple[Prior, Likelihood, Tuning]:
     """The prior and likelihood that the evidence picks, at the trained weights or at the v* of a tracker, and how it
     went."""
     bounds, near = box(state, prior, likelihood, fixed), 0
@@ -80,7 +81,7 @@ def evidence(
     )
 
 
-def _approached(bounds: Box, state: State, prior: Any, likelihood: Any) -> tuple[Box, int]:
+def _approached(bounds: Box, state: State, prior: Prior, likelihood: Likelihood) -> tuple[Box, int]:
     """A start near λ_g = γ_g(λ)/‖θ_g‖², where the evidence at the trained weights is highest if the noise stands still,
     and the steps that it took.
 
@@ -108,13 +109,13 @@ def _approached(bounds: Box, state: State, prior: Any, likelihood: Any) -> tuple
     return replace(bounds, start={**bounds.start, name: start}), steps
 
 
-def _log_evidence(state: State, prior: Any, likelihood: Any, tracker: Tracker | None) -> Tensor:
+def _log_evidence(state: State, prior: Prior, likelihood: Likelihood, tracker: Tracker | None) -> Tensor:
     center = None if tracker is None else tracker.center(prior, likelihood)
     return log_evidence(state, prior, likelihood, center)
 
 
 def _slope(
-    state: State, prior: Any, likelihood: Any, log_values: dict[str, Tensor], tracker: Tracker | None
+    state: State, prior: Prior, likelihood: Likelihood, log_values: dict[str, Tensor], tracker: Tracker | None
 ) -> dict[str, Tensor]:
     """∂ log Z / ∂ log hyperparameters."""
     moving = {k: v.clone().requires_grad_() for k, v in log_values.items()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ from lapwing.center import Center
 from lapwing.curvature import State
 from lapwing.errors import NotConverged
 from lapwing.evidence import effective_dimension, log_evidence, noise_slope, scatter
+from lapwing.likelihoods import Likelihood
+from lapwing.priors import Gaussian
 from lapwing.tune.bounds import Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
 
@@ -28,21 +29,22 @@ FIXED_POINT_STEPS = 500
 ROUNDS, BETWEEN = 200, 12  # solves for v*, and steps that predict it in between
 REACH, BELIEF = 3.0, 1.5  # of a prediction, in log λ; and how far off in log ‖v*‖² it may be
 SLOWEST, FASTEST, ROUND = 0.25, 4.0, 2.0  # paces of a step, in units of the fixed point's own
+Outcome = tuple[dict[str, Tensor], list[float], bool]  # log hyperparameters, the log evidence on the way, settled
 
 
 def mackay(
     state: State,
-    prior: Any,
-    likelihood: Any,
+    prior: Gaussian,
+    likelihood: Likelihood,
     fixed: tuple[str, ...] = (),
     tolerance: float = TOLERANCE,
     tracker: Tracker | None = None,
-) -> tuple[Any, Any, Tuning]:
+) -> tuple[Gaussian, Likelihood, Tuning]:
     """Iterate to |γ_g − λ_g ‖v̄_g‖²| ≤ tolerance · max(1, γ_g), and σ to the same relative change; at the trained
     weights, or at the v* of a tracker."""
     bounds = box(state, prior, likelihood, fixed)
     bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)
-    loop = _Loop(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
+    loop = FixedPoint(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
     if tracker is None:
         values, trace, settled = loop.run(bounds, lambda *_: None, tolerance, FIXED_POINT_STEPS)
     elif tracker.held:
@@ -57,21 +59,21 @@ def mackay(
 
 
 @dataclass(frozen=True, eq=False)
-class _Loop:
+class FixedPoint:
+    """The map of hyperparameters to where MacKay's update wants them, for one state."""
+
     state: State
-    prior: Any
-    likelihood: Any
+    prior: Gaussian
+    likelihood: Likelihood
     most: float  # the fastest pace
 
-    def run(
-        self, bounds: Box, center_of: Callable[[Any, Any, float], Center | None], tolerance: float, steps: int
-    ) -> tuple[dict[str, Tensor], list[float], bool]:
+    def run(self, bounds: Box, center_of: Callable[..., Center | None], tolerance: float, steps: int) -> Outcome:
         """Log hyperparameters from the start of the bounds to their fixed point, the log evidence on the way, and
-        whether it was reached. center_of gives v̄ for a prior and likelihood, as precisely as told."""
+        whether it was reached. center_of(prior, likelihood, residual) gives v̄."""
         values, stride, gap = dict(bounds.start), Stride(self.most), 1.0
         trace: list[float] = []
         for _ in range(steps):
-            center = center_of(*self.at(values), precision(gap, tolerance))
+            center = center_of(*self.at(values), residual_wanted(gap, tolerance))
             wanted, gap = self.look(bounds, values, center)
             trace.append(self.value(values, center))
             if gap <= tolerance and _precise(center, tolerance):
@@ -80,35 +82,57 @@ class _Loop:
                 values = stride.towards(wanted, values, bounds)
         return values, trace, False
 
-    def at(self, values: dict[str, Tensor]) -> tuple[Any, Any]:
+    def at(self, values: dict[str, Tensor]) -> tuple[Gaussian, Likelihood]:
+        """The prior and likelihood at log hyperparameters."""
         return at_values(self.prior, self.likelihood, values)
 
     def value(self, values: dict[str, Tensor], center: Center | None) -> float:
+        """The log evidence there."""
         with torch.no_grad():
             return float(log_evidence(self.state, *self.at(values), center))
 
     def look(self, bounds: Box, values: dict[str, Tensor], center: Center | None) -> tuple[dict[str, Tensor], float]:
         """Where the fixed point wants the hyperparameters, and how far that is."""
-        now, square = self.at(values), scatter(self.state, self.prior, center)
-        gamma = effective_dimension(self.state, *now)
-        wanted = _targets(self.state, gamma, square, values, *now, center)
-        wanted = {k: v.clamp(bounds.low[k], bounds.high[k]) for k, v in wanted.items()}
-        _check_finite(wanted)
-        return wanted, _gap(now[0].gap(gamma, square), values, wanted)
+        return update(self.state, *self.at(values), bounds, values, center)
 
 
-def precision(gap: float, tolerance: float) -> float:
+def update(
+    state: State,
+    prior: Gaussian,
+    likelihood: Likelihood,
+    bounds: Box,
+    values: dict[str, Tensor],
+    center: Center | None = None,
+) -> tuple[dict[str, Tensor], float]:
+    """Where the fixed point wants log hyperparameters that are at values now, in their bounds, and how far it is: as
+    the prior says, |γ_g − λ_g‖v̄_g‖²| / max(1, γ_g), where it is not at its target (a bound, maybe); and |Δ log σ|."""
+    found = effective_dimension(state, prior, likelihood), scatter(state, prior, center)
+    wanted = {name: value for name, value in prior.wanted(*found).items() if name in values}
+    for name in likelihood.hyperparameters:
+        if name in values:
+            slope = noise_slope(state, prior, likelihood, name)
+            wanted |= likelihood.wanted(state.statistics if center is None else center.statistics, slope)
+    of_prior, gaps = prior.gap(*found), [torch.zeros(1, dtype=torch.float64)]
+    for key, value in wanted.items():
+        wanted[key] = value.clamp(bounds.low[key], bounds.high[key])
+        if not bool(torch.isfinite(wanted[key]).all()):
+            raise NotConverged(f"MacKay's update of {key} is not finite; check the weights and the curvature")
+        gap = (wanted[key] - values[key]).abs()
+        gap = torch.where(gap < 1e-12, 0.0, of_prior[key]) if key in of_prior else gap
+        gaps.append(gap.reshape(-1).cpu())
+    return wanted, float(torch.cat(gaps).max())
+
+
+def residual_wanted(gap: float, tolerance: float) -> float:
     """How precise v* has to be: a residual r is an error of 2 r in λ‖v*‖², relative."""
     return max(0.25 * tolerance, min(0.25, 0.25 * gap))
 
 
 def _precise(center: Center | None, tolerance: float) -> bool:
-    return center is None or center.residual <= max(precision(0.0, tolerance), center.rounding)
+    return center is None or center.residual <= max(residual_wanted(0.0, tolerance), center.rounding)
 
 
-def _rounds(
-    loop: _Loop, bounds: Box, tracker: Tracker, tolerance: float
-) -> tuple[dict[str, Tensor], list[float], bool]:
+def _rounds(loop: FixedPoint, bounds: Box, tracker: Tracker, tolerance: float) -> Outcome:
     """Where v* takes passes over the data: in between, steps towards the fixed point of what the structure predicts of
     v*, which take none. The fixed points are the same, as the prediction is exact where it is made. The first is made
     at the trained weights, before any v* is solved for."""
@@ -117,7 +141,7 @@ def _rounds(
     for number in range(ROUNDS):
         now = loop.at(values)
         guess = tracker.predicted(*now) if number else None
-        center = tracker.center(*now, precision(gap, tolerance) if number else math.inf)
+        center = tracker.center(*now, residual_wanted(gap, tolerance) if number else math.inf)
         if guess is not None:
             believed = _agree(scatter(loop.state, loop.prior, guess), scatter(loop.state, loop.prior, center))
         target, gap = loop.look(bounds, values, center)
@@ -140,13 +164,14 @@ def _agree(guess: Tensor, found: Tensor) -> bool:
 
 
 def _predicted(
-    loop: _Loop, bounds: Box, tracker: Tracker, values: dict[str, Tensor], tolerance: float
+    loop: FixedPoint, bounds: Box, tracker: Tracker, values: dict[str, Tensor], tolerance: float
 ) -> dict[str, Tensor]:
     """Steps on what is predicted, no further than a prediction reaches."""
     near = Box(
         {k: torch.maximum(low, values[k] - REACH) for k, low in bounds.low.items()},
         {k: torch.minimum(high, values[k] + REACH) for k, high in bounds.high.items()},
         values,
+        bounds.names,
     )
     stride = Stride(loop.most)
     for _ in range(BETWEEN):
@@ -157,26 +182,9 @@ def _predicted(
     return values
 
 
-def _targets(
-    state: State,
-    gamma: Tensor,
-    square: Tensor,
-    values: dict[str, Tensor],
-    prior: Any,
-    likelihood: Any,
-    center: Center | None,
-) -> dict[str, Tensor]:
-    out = {name: value for name, value in prior.wanted(gamma, square).items() if name in values}
-    for name in likelihood.hyperparameters:
-        if name in values:
-            slope = noise_slope(state, prior, likelihood, name)
-            out |= likelihood.wanted(state.statistics if center is None else center.statistics, slope)
-    return out
-
-
 @dataclass
 class Stride:
-    """How far to go towards a target, for each hyperparameter: a pace of 1 is all the way.
+    """How far to go towards a target, for each hyperparameter: a pace of 1 is all the way. Mutable inside one search.
 
     With most = 1: half as far where a move turns back. At v*, which answers to λ, moves can shrink slowly; so by the
     secant of the last two moves, −step·move/(move − last)."""
@@ -187,6 +195,7 @@ class Stride:
     step: dict[str, Tensor] = field(default_factory=dict)
 
     def towards(self, target: dict[str, Tensor], values: dict[str, Tensor], bounds: Box) -> dict[str, Tensor]:
+        """The values after a step towards a target, inside their bounds."""
         out = {}
         for key, now in values.items():
             move = target[key] - now
@@ -201,20 +210,3 @@ class Stride:
             return torch.where(move * step < 0, pace * 0.5, (pace * 1.2).clamp(max=1.0))
         slope = (move - self.move[key]) / step
         return torch.where(slope < 0, -1 / slope, 2 * pace).nan_to_num(nan=1.0).clamp(SLOWEST, self.most)
-
-
-def _gap(of_prior: dict[str, Tensor], values: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """How far the hyperparameters are from their targets: as the prior says, |γ_g − λ_g‖v̄_g‖²| / max(1, γ_g), where it
-    is not at its target (a bound, maybe); and |Δ log σ|."""
-    gaps = [torch.zeros(1, dtype=torch.float64)]
-    for key, now in values.items():
-        gap = (wanted[key] - now).abs()
-        gap = torch.where(gap < 1e-12, 0.0, of_prior[key]) if key in of_prior else gap
-        gaps.append(gap.reshape(-1).cpu())
-    return float(torch.cat(gaps).max())
-
-
-def _check_finite(wanted: dict[str, Tensor]) -> None:
-    for key, value in wanted.items():
-        if not bool(torch.isfinite(value).all()):
-            raise NotConverged(f"MacKay's update of {key} is not finite; check the weights and the curvature")

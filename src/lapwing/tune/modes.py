@@ -28,6 +28,7 @@ def _normalizes(module: nn.Module) -> bool:
 
 
 def warn_no_mode(tangent: TangentModel) -> None:
+    """Warn where normalization layers leave the trained weights no mode."""
     found = normalized_by(tangent)
     if found:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

@@ -28,11 +28,13 @@ from lapwing.curvature import State
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.data import passes
 from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.posterior import condition
+from lapwing.priors import Prior
 from lapwing.tangent import TangentModel, proof
 from lapwing.tangent.evaluating import evaluating
-from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
+from lapwing.tangent.kernels import any_batching_rule, plain_kernels
 
 EXACT = 256  # parameters up to which the trace is exact
 CHUNK = 32  # vectors z that are pushed through the network at once
@@ -40,8 +42,10 @@ CHUNK = 32  # vectors z that are pushed through the network at once
 
 @dataclass(frozen=True, eq=False)
 class Surrogate:
+    """L(η) and its gradient, a batch at a time."""
+
     tangent: TangentModel
-    likelihood: Any
+    likelihood: Likelihood
     z: Tensor  # (r, p), with mean of squares Σ: zᵀz·weight = Σ, or so in expectation
     weight: float
 
@@ -69,18 +73,10 @@ class Surrogate:
 
     def _pushed(self, moved: TangentModel, eta: Mapping[str, Tensor], x: Any, f: Tensor) -> Tensor:
         """Forward mode, all vectors at once; by reverse passes where torch has no rule for that, or a wrong one."""
-        if self.tangent.route.get("surrogate", "vmap") == "vmap":
-            try:
-                found = self._forward(moved, x)
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                if out_of_memory(error):
-                    raise
-            else:
-                prove = partial(self._proved, moved, eta, x, f, found)
-                if proof.once(self.tangent, "surrogate", (tuple(eta), proof.shapes(x, self.z)), prove):
-                    return found
-            self.tangent.route["surrogate"] = "reverse"
-        return self._reverse(moved, x)
+        key, lacks = (tuple(eta), proof.shapes(x, self.z)), (RuntimeError, ValueError)
+        run, right = partial(self._forward, moved, x), partial(self._proved, moved, eta, x, f)
+        found = proof.attempt(self.tangent, "surrogate", key, run, right, lacks)
+        return self._reverse(moved, x) if found is None else found
 
     def _forward(self, moved: TangentModel, x: Any) -> Tensor:
         vectors = self.tangent.layout.unflatten(self.z.to(self.tangent.dtype))
@@ -130,7 +126,7 @@ class Surrogate:
         return {**slopes, "": torch.as_tensor(value).detach()}
 
 
-def surrogate(state: State, prior: Any, likelihood: Any, probes: int, generator: torch.Generator) -> Surrogate:
+def surrogate(state: State, prior: Prior, likelihood: Likelihood, probes: int, generator: torch.Generator) -> Surrogate:
     """Σ at these hyperparameters as vectors: a root of it where parameters are few, else draws."""
     if state.factor.kind not in ("exact", "monte_carlo"):
         raise InvalidValue(
@@ -151,8 +147,8 @@ def surrogate(state: State, prior: Any, likelihood: Any, probes: int, generator:
 @torch.inference_mode(False)
 def slope(
     state: State,
-    prior: Any,
-    likelihood: Any,
+    prior: Prior,
+    likelihood: Likelihood,
     names: Iterable[str],
     batches: Any,
     *,

@@ -11,16 +11,16 @@ network's residuals instead, which can be many times larger; for those, σ is he
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
-from lapwing.center import Center, Jacobian, stretched, tangent_map
+from lapwing.center import Center, Jacobian, check_gaussian, stretched, tangent_map
 from lapwing.curvature import State
 from lapwing.evidence import decompose
-from lapwing.likelihoods import polarization
+from lapwing.likelihoods import Likelihood, polarization
 from lapwing.operators import linalg
 from lapwing.posterior import curvature
+from lapwing.priors import Gaussian, Prior
 from lapwing.tune.bounds import EDGE, Box, Tuning
 from lapwing.tune.modes import normalized_by
 
@@ -46,26 +46,38 @@ class Tracker:
 
     @property
     def held(self) -> bool:
+        """Whether the rows of J are in memory."""
         return self.jacobian.rows is not None
 
     @property
     def tolerance(self) -> float:
+        """Of the residual of v*."""
         return HELD if self.held else STREAMED
 
     @property
     def passes(self) -> int:
+        """Over the data, so far."""
         return self.jacobian.passes - self.first
 
-    def center(self, prior: Any, likelihood: Any, tolerance: float | None = None, strict: bool = False) -> Center:
+    def center(
+        self, prior: Prior, likelihood: Likelihood, tolerance: float | None = None, strict: bool = False
+    ) -> Center:
         """v* as precisely as asked; where J is in memory, precision is cheap, and more of it is asked for."""
         tolerance = max(self.tolerance, (tolerance or 0.0) * (0.01 if self.held else 1.0))
         steps = None if strict or self.held else AT_ONCE
         self.last = tangent_map(
-            self.state, prior, likelihood, self.jacobian, self.last, tolerance=tolerance, strict=strict, steps=steps
+            self.state,
+            check_gaussian(prior),
+            likelihood,
+            self.jacobian,
+            self.last,
+            tolerance=tolerance,
+            strict=strict,
+            steps=steps,
         )
         return self.last
 
-    def predicted(self, prior: Any, likelihood: Any) -> Center:
+    def predicted(self, prior: Gaussian, likelihood: Likelihood) -> Center:
         """What the structure says of v* near the last one, v + (Ĝ + A)⁻¹(Jᵀ score − A(v − m)), without a pass; how well
         it fits is taken to stay as it is."""
         last, a = self.last, prior.operator()
@@ -82,10 +94,11 @@ class Tracker:
         return replace(last, vector=last.vector + away)
 
     def found(self) -> Center:
+        """The last v*, without what the search for it keeps."""
         assert self.last is not None
         return self.last.alone()
 
-    def report(self, tuning: Tuning, prior: Any, likelihood: Any, floors: tuple[str, ...] = ()) -> Tuning:
+    def report(self, tuning: Tuning, prior: Prior, likelihood: Likelihood, floors: tuple[str, ...] = ()) -> Tuning:
         """The record of a tuning at this center, once v* is what it is asked to be at the hyperparameters found; floors
         names those that were held at a floor."""
         center = self.center(prior, likelihood, strict=True)
@@ -94,7 +107,7 @@ class Tracker:
         note = "; ".join(filter(None, notes))
         return replace(tuning, center="tangent", passes=self.passes, residual=center.residual, note=note)
 
-    def _note(self, prior: Any, likelihood: Any, center: Center) -> str:
+    def _note(self, prior: Prior, likelihood: Likelihood, center: Center) -> str:
         """That the trained weights are no mode, if they are not, and what was done about it."""
         with torch.no_grad():
             at, there = (decompose(self.state, prior, likelihood, v) for v in (center, None))
@@ -105,7 +118,7 @@ class Tracker:
         cause = f"normalization layers ({', '.join(layers)}) leave the posterior without a mode; " if layers else ""
         return f"{cause}the trained weights are {short:.3g} nats below the tangent MAP, where the evidence was taken"
 
-    def started(self, bounds: Box, prior: Any, likelihood: Any) -> Box:
+    def started(self, bounds: Box, prior: Prior, likelihood: Likelihood) -> Box:
         """The bounds with the precisions' start at tr(K_g)/(N·C s²), and the noise's floor."""
         low, start, floors = dict(bounds.low), dict(bounds.start), []
         for name, least in likelihood.floors(self.state.statistics).items() if self.mean == "network" else ():

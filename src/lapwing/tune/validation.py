@@ -29,9 +29,10 @@ from lapwing.curvature import BUDGET, State
 from lapwing.data import passes, ranks_of
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Streamed
+from lapwing.operators import linalg
 from lapwing.posterior import condition, curvature
 from lapwing.predictive import Prediction, predict
+from lapwing.priors import Prior
 from lapwing.tune.bounds import EDGE, Tuning, warn_bound
 
 SPACING = math.log(10.0)  # of the grid
@@ -42,6 +43,8 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Best:
+    """A point of the search and its value."""
+
     value: float  # the objective
     log_c: float
     log_t: float
@@ -49,13 +52,13 @@ class Best:
 
 def validation(
     state: State,
-    prior: Any,
-    likelihood: Any,
+    prior: Prior,
+    likelihood: Likelihood,
     batches: Iterable[Any],
     fixed: tuple[str, ...] = (),
     temperature: float = 1.0,
     memory_budget: int = BUDGET,
-) -> tuple[Any, Any, float, Tuning]:
+) -> tuple[Prior, Likelihood, float, Tuning]:
     """The prior, likelihood and temperature that held-out data pick; `trace`: their mean log-likelihood, best yet."""
     noise, own = likelihood.deviation, tuple(prior.hyperparameters)
     other = noise or "temperature"
@@ -120,14 +123,14 @@ def search(function: Callable[[float], float], low: float, high: float, start: f
 
 
 def _held_out(
-    state: State, prior: Any, likelihood: Any, batches: Iterable[Any], log_c: float, power: int, budget: int
+    state: State, prior: Prior, likelihood: Likelihood, batches: Iterable[Any], log_c: float, power: int, budget: int
 ) -> Callable[[float], float]:
     """log t -> mean held-out −log p under the posterior of one c, whose predictions are made here, once."""
     ranks = ranks_of(batches)
     with torch.no_grad():
         posterior = condition(state, prior.scaled(math.exp(log_c)), likelihood)
-        if isinstance(posterior.precision, Streamed):  # a solve of all ranks; then each predicts its own held-out data
-            posterior = replace(posterior, precision=posterior.precision.gathered())
+        # where it is solved for, a solve of all ranks; then each predicts its own held-out data
+        posterior = replace(posterior, precision=linalg.gathered(posterior.precision))
         with ranks.sharing_errors("predicting the held-out data"):
             made = [
                 (predict(posterior, likelihood.plain, x, memory_budget=budget), y)
@@ -151,7 +154,7 @@ def _held_out(
     return scored
 
 
-def _with_noise(likelihood: Any, t: float) -> Any:
+def _with_noise(likelihood: Likelihood, t: float) -> Likelihood:
     """The likelihood with its variance times t, if it has a noise."""
     name = likelihood.deviation
     return (
@@ -165,7 +168,7 @@ def _scored(pred: Prediction, t: float, likelihood: Likelihood, y: Tensor) -> Te
     return pred.log_prob(y).reshape(-1).double()
 
 
-def _bounds(state: State, prior: Any, likelihood: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+def _bounds(state: State, prior: Prior, likelihood: Likelihood) -> tuple[tuple[float, float], tuple[float, float]]:
     """Of log c and of log t."""
     with torch.no_grad():
         ratio = float(prior.ratio(curvature(state, likelihood), state.tangent.theta.to(torch.float64)))  # tr(A⁻¹G)/P

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.curvature import Factor, Full, State, accumulate, without
+from lapwing.curvature import Factor, State, accumulate, without
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.factor import cotangents
 from lapwing.curvature.products import gauss_newton
@@ -31,6 +31,7 @@ from lapwing.distributed import Ranks
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.posterior import Gaussian, condition
+from lapwing.priors import Prior
 from lapwing.push import At, push
 from lapwing.solvers import cg
 
@@ -89,11 +90,11 @@ class Examples:
             return gauss_newton(self.state.tangent, self.likelihood, [self.held[place]], v.unsqueeze(0))[0]
         return self.rows[place].mT @ (self.rows[place] @ v)
 
-    def ours(self, prior: Any, j: Tensor) -> tuple[Tensor, bool]:
+    def ours(self, prior: Prior, j: Tensor) -> tuple[Tensor, bool]:
         """jᵀP₋ₙ⁻¹j (k,), and whether the examples could be taken out; else it is jᵀP⁻¹j."""
         state, likelihood = self.state, self.likelihood
         precision = condition(state, prior, likelihood).precision
-        if isinstance(state.structure, Full) and state.factor.kind == "exact":
+        if state.structure.bound == "exact" and state.factor.kind == "exact":
             return (j * self._downdated(precision, j)).sum(-1), True
         if state.factor.kind == "monte_carlo" or self.k * _work(state) > WORK:
             return (j * linalg.solve(precision, j)).sum(-1), False
@@ -120,11 +121,11 @@ class Examples:
         state = self.state
         basis = state if state.basis else None
         one = accumulate(state.structure, state.tangent, self.likelihood, [example], state.factor, basis=basis)
-        return without(replace(state, lost=0.0), one)
+        return without(replace(state, lost=0.0), one, self.likelihood)
 
 
 @dataclass
-class Draws:
+class Reservoir:
     """k examples of one pass, each drawn by sizes: when a batch of total size s comes, an example of it takes a draw's
     place with the probability s / (sizes so far). So each draw is the n-th with the probability size_n / Σ size."""
 
@@ -155,7 +156,7 @@ class Draws:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class LeftOut:
     """Examples to leave out."""
 
     held: dict[int, tuple[Any, Tensor]]  # this rank's, by place
@@ -163,14 +164,14 @@ class Sample:
     numbers: Tensor  # (k,): the same for the same example
 
 
-def every(batches: Iterable[tuple[Any, Tensor]], n: int, start: int) -> Sample:
+def every(batches: Iterable[tuple[Any, Tensor]], n: int, start: int) -> LeftOut:
     """All n examples once, those of this rank from number start."""
     held: dict[int, tuple[Any, Tensor]] = {}
     for x, y in batches:
         for i in range(len(y)):
             one = tree.rows_of(x, slice(i, i + 1)), y[i : i + 1]
             held[start + len(held)] = tree.map_tensors(torch.clone, one[0]), one[1].clone()
-    return Sample(held, torch.ones(n, dtype=torch.float64), torch.arange(n))
+    return LeftOut(held, torch.ones(n, dtype=torch.float64), torch.arange(n))
 
 
 def sample(
@@ -179,10 +180,10 @@ def sample(
     k: int,
     ranks: Ranks,
     generator: torch.Generator,
-) -> Sample:
+) -> LeftOut:
     """k draws of one pass: half of them all alike, and half by sizes, where there are any."""
     own, half = ranks.own(generator), 0 if sizes is None else k // 2
-    alike, large = Draws(k - half, own), Draws(half, own)
+    alike, large = Reservoir(k - half, own), Reservoir(half, own)
     for x, y in batches:
         ones = torch.ones(len(y), dtype=torch.float64)
         by = ones if sizes is None else sizes(x, y).cpu()
@@ -196,7 +197,7 @@ def sample(
     totals = torch.tensor([alike.total, large.total], dtype=torch.float64)
     found, (n, total) = ranks.total([found, totals], "examples that were drawn")
     weights = 1 / ((k - half) / k + half / k * n * found[0] / total)
-    return Sample({place: one[:2] for place, one in kept.items()}, weights, found[1].long())
+    return LeftOut({place: one[:2] for place, one in kept.items()}, weights, found[1].long())
 
 
 def sizes_of(near: Gaussian, likelihood: Likelihood, x: Any, y: Tensor, budget: int) -> Tensor:

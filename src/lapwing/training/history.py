@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.curvature import State
 from lapwing.errors import Unsupported
+from lapwing.evidence import effective_dimension, log_evidence
+from lapwing.likelihoods import Likelihood
+from lapwing.priors import Prior
 
 SHOWN = 64  # groups that are kept by name; of more, quantiles
 
 
 @dataclass(frozen=True)
-class Record:
+class EvidenceRecord:
     """One update of the hyperparameters."""
 
     epoch: int
@@ -40,29 +44,48 @@ def summary(name: str, values: Tensor, labels: tuple[str, ...] = ()) -> dict[str
     return {f"{name} ({place})": float(ordered[i]) for place, i in places.items()}
 
 
-def summaries(prior: Any, likelihood: Any) -> dict[str, float]:
+def summaries(prior: Prior, likelihood: Likelihood) -> dict[str, float]:
     """Those of all hyperparameters of a prior and a likelihood."""
     of_prior = [summary(name, value, prior.labels()[name]) for name, value in prior.hyperparameters.items()]
     of_noise = [summary(name, value) for name, value in likelihood.hyperparameters.items()]
     return {key: value for part in (*of_prior, *of_noise) for key, value in part.items()}
 
 
+def recorded(
+    epoch: int,
+    state: State,
+    prior: Prior,
+    likelihood: Likelihood,
+    at_bound: tuple[str, ...],
+    train_loss: float,
+    network: dict[str, float],
+) -> EvidenceRecord:
+    """The record of an update to these hyperparameters, beside those of the network."""
+    with torch.no_grad():
+        value, fit = log_evidence(state, prior, likelihood), likelihood.log_likelihood(state.statistics)
+    dimension = float(effective_dimension(state, prior, likelihood).sum())
+    values = {**summaries(prior, likelihood), **network}
+    return EvidenceRecord(epoch, float(value), float(fit), dimension, train_loss, values, len(at_bound))
+
+
 @dataclass(frozen=True)
 class History:
-    records: tuple[Record, ...] = ()
+    """The records of a training, in order."""
+
+    records: tuple[EvidenceRecord, ...] = ()
     converged: bool | None = None  # of a loop with a stopping rule
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, index: int) -> Record:
+    def __getitem__(self, index: int) -> EvidenceRecord:
         return self.records[index]
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[EvidenceRecord]:
         return iter(self.records)
 
     @property
-    def best(self) -> Record | None:
+    def best(self) -> EvidenceRecord | None:
         """The record of the highest evidence."""
         return max(self.records, key=lambda r: r.log_evidence, default=None)
 
@@ -105,7 +128,7 @@ class History:
         return figure
 
 
-def _row(record: Record, best: bool) -> tuple[str, ...]:
+def _row(record: EvidenceRecord, best: bool) -> tuple[str, ...]:
     shown = [f"{name} {value:.3g}" for name, value in list(record.hyperparameters.items())[:3]]
     more = len(record.hyperparameters) - len(shown)
     bound = f"; {record.at_bound} at a bound" if record.at_bound else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +20,32 @@ from lapwing.curvature import BUDGET, probe
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.data import dropped
 from lapwing.errors import InvalidValue, NetworkFailed, Unsupported
-from lapwing.priors import GPrior
+from lapwing.likelihoods import Likelihood
+from lapwing.priors import Gaussian, GPrior
 from lapwing.tangent import linearize
+from lapwing.tree import Layout
 
 
 @dataclass(frozen=True, eq=False)
-class Objective:
+class TrainingLoss:
     """The loss at fixed hyperparameters; called on a model, its penalty alone."""
 
     model: nn.Module
-    prior: Any  # bound
-    likelihood: Any
+    prior: Gaussian  # bound
+    likelihood: Likelihood
     n: int  # N, examples in all
+
+    @property
+    def layout(self) -> Layout:
+        """The weights that the prior is over."""
+        assert self.prior.layout is not None
+        return self.prior.layout
 
     @cached_property
     def terms(self) -> dict[str, tuple[Tensor, Tensor | None]]:
         """λ/N and m of each selected parameter, in its dtype; 0-dim where all its weights share them, no m for 0."""
         with torch.inference_mode(False), torch.no_grad():
-            layout, named = self.prior.layout, dict(self.model.named_parameters())
+            layout, named = self.layout, dict(self.model.named_parameters())
             precision = layout.unflatten(self.prior.operator().dense().detach())
             mean = layout.unflatten(self.prior.mean_vector())
             kinds = {n: torch.promote_types(named[n].dtype, torch.float32) for n in layout.names}
@@ -54,7 +62,7 @@ class Objective:
 
     def __call__(self, model: nn.Module) -> Tensor:
         """½ ‖θ − m‖²_A / N, differentiable in the model's parameters."""
-        named, masks = dict(model.named_parameters()), self.prior.layout.masks
+        named, masks = dict(model.named_parameters()), self.layout.masks
         gaps = []
         for name, (_, mean) in self.terms.items():
             if name not in named:
@@ -83,12 +91,13 @@ def begin(
     batches: Any,
     likelihood: Any,
     prior: Any,
+    fixed: tuple[str, ...],
+    *,
     structure: Any,
     factor: Any,
-    fixed: tuple[str, ...],
     subset: Any,
     forward: Any,
-) -> Objective:
+) -> TrainingLoss:
     """The loss at the hyperparameters given, once all is seen to fit together: a mistake must not wait for the first
     update, hours later."""
     tangent = linearize(model, subset, forward=forward)
@@ -114,7 +123,7 @@ def begin(
         why = error.__cause__
         raise InvalidValue(f"the model does not run on a batch of the data: {why}; give its own data") from error
     arguments.as_structure(structure, seen, BUDGET).resolved(seen, arguments.as_factor(factor, seen, known))
-    return Objective(model, bound, known, seen.n - dropped(batches))
+    return TrainingLoss(model, cast(Gaussian, bound), known, seen.n - dropped(batches))
 
 
 class Quadratic(torch.autograd.Function):
@@ -132,10 +141,12 @@ class Quadratic(torch.autograd.Function):
 
     @staticmethod
     def scaled(weights: tuple[Tensor, ...], gaps: tuple[Tensor, ...]) -> list[Tensor]:
+        """a d of each, but for the a_l that are one number."""
         return [d if a.ndim == 0 else a * d for a, d in zip(weights, gaps, strict=True)]
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        """a d of each tensor d, times the slope."""
         scaled = Quadratic.scaled(ctx.weights, ctx.saved_tensors)
         return None, None, *(a * s for a, s in zip((slope * ctx.shared).unbind(), scaled, strict=True))
 

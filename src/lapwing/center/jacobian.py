@@ -1,0 +1,189 @@
+"""J over all the data of a fit, as products: J v is (m, c) and Jᵀu is (p,), for m rows of outputs, one a position.
+
+The data are read once (`read`): outputs and targets stay in memory, J itself as rows where they fit, else by passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing import data as loading
+from lapwing import fixed
+from lapwing.curvature import BUDGET, State
+from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.curvature.cover import cover
+from lapwing.curvature.rows import RowMaker
+from lapwing.curvature.state import differing
+from lapwing.distributed import Ranks
+from lapwing.errors import InvalidValue, Unsupported
+from lapwing.likelihoods import Likelihood
+from lapwing.tangent import TangentModel
+from lapwing.tangent.rows import units
+
+HELD_ROWS_BYTES = 2**28  # of rows, for one output, up to which they are kept
+
+
+@dataclass(frozen=True, eq=False)
+class Jacobian:
+    """J of all the data. Where they are spread over ranks, each rank has its own rows of f and of J v; sums over rows
+    are sums over ranks."""
+
+    tangent: TangentModel
+    batches: Iterable[Any]
+    f: Tensor  # (m, c), float64: one row a position
+    y: Tensor
+    shapes: tuple[torch.Size, ...]  # of the outputs of each batch
+    rows: Tensor | None  # (m·c, p), float64
+    counter: Counter[str] = field(default_factory=Counter)  # of passes so far; it counts as the data are read
+
+    @property
+    def passes(self) -> int:
+        """Passes over the data so far."""
+        return self.counter["passes"]
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share the data."""
+        return loading.ranks_of(self.batches)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """m·c of each rank."""
+        return self.ranks.gather(self.f.numel(), "the number of outputs")
+
+    def total(self, *sums: Tensor) -> list[Tensor]:
+        """Sums over this rank's rows as sums over all."""
+        return self.ranks.total(sums, "the tangent map")
+
+    @property
+    def eps(self) -> float:
+        """Of the numbers that products with J are made in."""
+        return torch.finfo(torch.float64 if self.rows is not None else self.tangent.dtype).eps
+
+    def push(self, v: Tensor) -> Tensor:
+        """J v, (p,) -> (m, c)."""
+        if self.rows is not None:
+            return (self.rows @ v).reshape(self.f.shape)
+        v = self.ranks.same(v, "directions of the tangent map")
+        with self.ranks.sharing_errors("a pass of the tangent map"):
+            return torch.cat([self.f[:0], *(self._push(x, v) for x, _, _ in self._each())])
+
+    def pull(self, u: Tensor) -> Tensor:
+        """Jᵀu, (m, c) -> (p,)."""
+        if self.rows is not None:
+            return self.total(u.reshape(-1) @ self.rows)[0]
+        pulled = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
+        with self.ranks.sharing_errors("a pass of the tangent map"):
+            for x, index, shape in self._each():
+                pulled += self._pull(x, u[index], shape)
+        return self.total(pulled)[0]
+
+    def statistics(self, likelihood: Likelihood, z: Tensor, state: State) -> dict[str, Tensor]:
+        """The likelihood's sums at outputs z, (m, c)."""
+        none = {key: torch.zeros_like(value) for key, value in state.statistics.items()}
+        return self.ranks.totals(likelihood.statistics(z, self.y) if len(z) else none, "statistics")
+
+    def column_squares(self, probes: int = 4) -> Tensor:
+        """diag JᵀJ, (p,): exactly from rows, else an estimate with random signs, E(Jᵀε)² = diag JᵀJ."""
+        if self.rows is not None:
+            return self.total(torch.einsum("rp,rp->p", self.rows, self.rows))[0]
+        generator = self.ranks.own(torch.Generator().manual_seed(0))
+        squares = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
+        with self.ranks.sharing_errors("a pass of the tangent map"):
+            for x, _, shape in self._each():
+                signs = torch.randint(0, 2, (probes, *shape), generator=generator).to(self.f) * 2 - 1
+                squares += self.tangent.vjps(x, signs).to(squares).square().mean(0)
+        return self.total(squares)[0]
+
+    def _push(self, x: Any, v: Tensor) -> Tensor:
+        out = self.tangent.jvps(x, v.unsqueeze(0))[1][0].detach()
+        return out.reshape(-1, out.shape[-1]).to(torch.float64)
+
+    def _pull(self, x: Any, u: Tensor, shape: torch.Size) -> Tensor:
+        return self.tangent.vjps(x, u.reshape(1, *shape))[0].to(torch.float64)
+
+    def _each(self) -> Iterator[tuple[Any, slice, torch.Size]]:
+        """The batches again, with the rows of f that are theirs; another order, or other data, is an error."""
+        self.counter["passes"] += 1
+        start, shapes = 0, iter(self.shapes)
+        for x, y in loading.passes(self.batches, self.tangent.device, label="tangent map"):
+            shape = next(shapes, torch.Size((0, 1)))
+            index = slice(start, start + shape[:-1].numel())
+            held = self.y[index]
+            if y.numel() != held.numel() or not torch.equal(y.reshape(held.shape), held):
+                raise InvalidValue(
+                    "the data gave other targets, or another order of them, in another pass; the tangent center reads "
+                    "them several times: give a loader that does the same in every pass (shuffle=False)"
+                )
+            yield x, index, shape
+            start = index.stop
+        if start != len(self.f):
+            raise InvalidValue(f"the data gave {len(self.f)} rows of targets in one pass and {start} in another")
+
+
+@torch.inference_mode(False)
+def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_budget: int = BUDGET) -> Jacobian:
+    """The Jacobian of the data of the fit, by one pass; other data than those are an error."""
+    if not likelihood.concave:
+        raise Unsupported(
+            f"{likelihood.name} is not concave in the network's outputs, so the tangent model may have several modes; "
+            "use center='map', the trained weights"
+        )
+    tangent = state.tangent
+    fs: list[Tensor] = []
+    ys: list[Tensor] = []
+    rows: list[Tensor] = []
+    shapes: list[torch.Size] = []
+    held, maker, ranks = False, None, loading.ranks_of(batches)
+    inputs = fixed.no_sums()
+    with ranks.sharing_errors("reading the data for the tangent map"):
+        for x, y in loading.passes(batches, tangent.device, label="tangent map"):
+            if maker is None:
+                maker = RowMaker(tangent, cover(tangent, x))
+            inputs += fixed.input_sums(x, len(y))
+            record = maker.run(x)
+            f = record.f.detach()
+            if not fs:
+                every = state.n * f[0].numel()
+                size = 8 * every * tangent.layout.size
+                # a product with rows reads them all; past a size, a run of the network, which has c of them, is quicker
+                held = size <= memory_budget // 2 and size * f.shape[-1] <= HELD_ROWS_BYTES
+                if 48 * every > memory_budget * ranks.size:
+                    raise InvalidValue(
+                        f"the tangent center keeps outputs of all data in memory, {state.n} x {f[0].numel()} several "
+                        "times, which is past memory_budget; raise it, or use center='map'"
+                    )
+            if held:
+                pieces = maker.rows(record, x, units(f), memory_budget // 8)
+                rows += [piece.reshape(-1, tangent.layout.size).to(torch.float64) for piece in pieces]
+            fs.append(flat_outputs(f).to(torch.float64))
+            ys.append(flat_targets(f, y))
+            shapes.append(f.shape)
+    mine = (fs[0][:0], ys[0][:0], held) if fs else None
+    no_f, no_y, held = ranks.first(mine, "the shapes of outputs and targets")  # a rank without data has none
+    outputs, targets = torch.cat([no_f.to(tangent.device), *fs]), torch.cat([no_y.to(tangent.device), *ys])
+    found = torch.cat([outputs.new_zeros(0, tangent.layout.size), *rows]) if held else None
+    jacobian = Jacobian(tangent, batches, outputs, targets, tuple(shapes), found)
+    jacobian.counter["passes"] += 1
+    _check_same_data(state, likelihood, jacobian)
+    fixed.check_inputs(ranks.total([inputs], "sums of the inputs")[0], state.inputs)
+    return jacobian
+
+
+def _check_same_data(state: State, likelihood: Likelihood, jacobian: Jacobian) -> None:
+    ranks = jacobian.ranks
+    n = ranks.count(sum(shape[0] for shape in jacobian.shapes), "the number of examples")
+    apart = differing(jacobian.statistics(likelihood, jacobian.f, state), state.statistics)
+    if n != state.n or apart:
+        what = f"{n} examples, not {state.n}" if n != state.n else f"another {apart} of the network's outputs"
+        raise InvalidValue(
+            f"these are not the data of the fit: they have {what}. Give the same data, without augmentation, or use "
+            "center='map', which reads none"
+        )

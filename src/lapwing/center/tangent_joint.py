@@ -1,0 +1,77 @@
+"""log p(y, v) of the tangent model, as a function of v and its outputs z = h(·, v), (m, c):
+
+Σ_m log p(y_m | z_m) − ½ ‖v − m‖²_A  + const,     gradient  Jᵀ ∂ log p(y | z) − A(v − m)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.center.jacobian import Jacobian
+from lapwing.curvature.products import output_curvature
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal
+
+HESSIAN_SIDE = 4_000  # rows or columns of J, the fewer of them, up to which the Hessian is made
+ROUNDING = 30  # of an output, in units of its last place
+
+
+@dataclass(frozen=True, eq=False)
+class TangentJoint:
+    """The log joint density of targets and weights under the tangent model."""
+
+    jacobian: Jacobian
+    likelihood: Likelihood
+    precision: Any  # P = Ĝ + A, an operator
+    a: Tensor  # diag A, (p,)
+    m: Tensor  # prior mean, (p,)
+
+    @property
+    def weights(self) -> Tensor:
+        """The curvature weights of the likelihood, (h,)."""
+        return self.likelihood.curvature_weights("exact").to(self.a)
+
+    def score(self, z: Tensor) -> Tensor:
+        """∂ log p(y | z), (m, c)."""
+        return self.likelihood.gradient(z, self.jacobian.y)
+
+    def curvature_times(self, z: Tensor, v: Tensor) -> Tensor:
+        """−∂² log p(y | z) v, (k, m, c)."""
+        return output_curvature(self.likelihood, z, self.jacobian.y, v)
+
+    def gradient(self, v: Tensor, pulled: Tensor) -> Tensor:
+        """Of the log joint density, uphill: Jᵀ score − A(v − m)."""
+        return pulled - self.a * (v - self.m)
+
+    @property
+    def has_hessian(self) -> bool:
+        """Whether the Hessian can be made and factorized: rows in memory, and few enough."""
+        rows = self.jacobian.rows
+        return rows is not None and min(sum(self.jacobian.counts), rows.shape[1]) <= HESSIAN_SIDE
+
+    def hessian(self, z: Tensor) -> Any:
+        """Σ J_nᵀ Λ(z_n) J_n from the rows of J, as an operator."""
+        rows = self.jacobian.rows
+        assert rows is not None
+        root = self.likelihood.scaled_root(z, self.jacobian.y)  # (m, c, q)
+        r = torch.einsum("mcq,mcp->mqp", root, rows.reshape(*z.shape, rows.shape[1])).flatten(0, 1)
+        if sum(self.jacobian.counts) < r.shape[1]:
+            r = torch.cat(self.jacobian.ranks.joined([r], "rows of the Hessian"))
+            return RootPlusDiagonal(HeldRows(r), Diagonal(r.new_ones(1), len(r)))
+        return Dense(self.jacobian.total(r.mT @ r)[0])
+
+    def size(self, v: Tensor) -> float:
+        """max(1, ‖v − m‖_A), what a residual is relative to: √γ at the precision that the evidence picks."""
+        return max(1.0, float((self.a * (v - self.m).square()).sum().sqrt()))
+
+    def rounding(self, v: Tensor, z: Tensor) -> float:
+        """The residual that rounding of the outputs leaves: ‖Λ^½ δz‖ for δz of the last place of z."""
+        jacobian = self.jacobian
+        reach = torch.stack([z, jacobian.f])
+        loss = (reach * torch.stack([self.curvature_times(z, one.unsqueeze(0))[0] for one in reach])).sum()
+        (loss,) = jacobian.total(loss)
+        return ROUNDING * jacobian.eps * (float(loss.clamp(min=0).sqrt()) / self.size(v) + 1)

@@ -1,0 +1,207 @@
+"""The tangent model: h(x, v) = f(x, θ*) + J(x)(v − θ*), J = ∂f/∂θ at the trained weights, in eval mode.
+
+    model(x)         f(x, θ*)                  (n, ..., c)
+    model.jvp(x, v)  J(x) v                    v {name: (*shape)} -> (n, ..., c)
+    model.vjp(x, u)  Σ_n J(x_n)ᵀ u_n           u (n, ..., c) -> {name: (*shape)}
+    model.jvps, vjps                           the same for k vectors at once, flat: (k, p) and (k, n, ..., c)
+    model.rows(x)    J(x), per example         (n, ..., c, p)
+
+Weights and buffers are copied when the model is linearized: training it further does not move the tangent model,
+and no pass changes the user's module. Index letters: n data, c outputs, p parameters, k cotangents an example.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.conv import _ConvNd
+
+from lapwing import tree
+from lapwing.errors import InvalidValue, LapwingError, NetworkFailed
+from lapwing.tangent import cutting, memory_order, pull, push, rows
+from lapwing.tangent.calling import Forward, Swapped, call, naming_inputs
+from lapwing.tangent.evaluating import evaluating
+from lapwing.tangent.facts import Facts
+from lapwing.tangent.kernels import plain_kernels
+from lapwing.tree import Layout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class TangentModel:
+    """The network as a function of its selected weights: f(θ*) and J as products, (n, ..., c) by (p,)."""
+
+    model: nn.Module  # borrowed: its modules are run, its tensors are not used
+    params: dict[str, Tensor]  # θ*, the selected parameters, in order
+    constants: dict[str, Tensor]  # every other parameter and buffer
+    layout: Layout
+    forward: Forward
+    buffers: tuple[str, ...] = ()
+    facts: Facts = field(default_factory=Facts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.params.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of vectors over all parameters: theirs, or the one that holds them all where they differ."""
+        return functools.reduce(torch.promote_types, (p.dtype for p in self.params.values()))
+
+    @property
+    def eps(self) -> float:
+        """Of the network's coarsest dtype."""
+        dtypes = {t.dtype for t in (*self.params.values(), *self.constants.values()) if t.is_floating_point()}
+        return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+    @functools.cached_property
+    def columns_at_once(self) -> bool:
+        """Whether cotangents are best pulled back together: matrix products are, convolutions are not."""
+        return not any(isinstance(m, _ConvNd) for m in self.model.modules())
+
+    @property
+    def custom_forward(self) -> bool:
+        """Whether the user gave a forward=."""
+        return self.forward is not call
+
+    @property
+    def theta(self) -> Tensor:
+        """θ* as one vector, (p,)."""
+        return self.layout.flatten(self.params)
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of every weight and buffer, selected or not."""
+        return tree.fingerprints({**self.constants, **self.embed(self.params)})
+
+    # -- the network as a function of the selected parameters -----------------------------------------------------
+
+    def embed(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Full-shaped tensors of the selected parameters in their own dtypes, masked elements put in their places."""
+        own = {n: v.to(self.params[n].dtype) for n, v in params.items()}
+        return {
+            n: (self.constants[n].index_put((self.layout.masks[n],), v) if n in self.layout.masks else v)
+            for n, v in own.items()
+        }
+
+    def apply(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
+        """f(x, θ): the network itself, not linearized, at any weights."""
+        x = tree.map_tensors(lambda t: t.clone() if t.is_inference() else t, x)  # those cannot be differentiated by
+        with naming_inputs(self.model, x):
+            out = functional_call(Swapped(self.model, self.forward), self._tensors(params), (x,))
+        if not isinstance(out, Tensor):
+            raise InvalidValue(
+                f"the model returns {type(out).__name__}, not a tensor (n, ..., c); "
+                "pick the output with forward=lambda model, x: ..."
+            )
+        if out.ndim < 2:
+            raise InvalidValue(
+                f"the model's output has shape {tuple(out.shape)}; it must be (n, ..., c), "
+                "so add the output dimension: forward=lambda model, x: model(x).unsqueeze(-1)"
+            )
+        return out
+
+    def _tensors(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        buffers = {n: self.constants[n].clone() for n in self.buffers}  # a pass may move its buffers
+        return {f"model.{n}": t for n, t in {**self.constants, **buffers, **self.embed(params)}.items()}
+
+    @functools.cached_property
+    def channels_last(self) -> dict[str, Tensor]:
+        """θ* with channels last."""
+        return memory_order.channels_last(self.params)
+
+    def ordered(self, x: Any, reverse: bool = True) -> tuple[dict[str, Tensor], AbstractContextManager[Any]]:
+        """θ* in the order of memory in which convolutions run fastest, and the mode to apply it in (`memory_order`)."""
+        return memory_order.ordered(self, x, reverse)
+
+    def backward(self, params: Mapping[str, Tensor], run: Callable[[], T]) -> T:
+        """Run a reverse pass of `apply(params, ...)`: checkpointed layers run forward again in it, and must do so at
+        the same weights, whatever has become of the user's."""
+        held: list[T] = []
+        call = Swapped(self.model, lambda *_: held.append(run()))  # type: ignore[arg-type]
+        try:
+            functional_call(call, self._tensors(params), (None,))
+        except (LapwingError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise NetworkFailed(
+                f"a reverse pass through the network failed: {type(error).__name__}: {error}; check that backward() "
+                "works on its outputs (a layer that changes its input in place does not, in a checkpoint)"
+            ) from error
+        return held[0]
+
+    def __call__(self, x: Any) -> Tensor:
+        with torch.no_grad(), evaluating(self.model), plain_kernels():
+            return self.apply(self.params, x)
+
+    # -- cutting batches into examples ----------------------------------------------------------------------------
+
+    def separable(self, x: Any) -> bool:
+        """Whether a batch may be cut into examples: whether each output depends on its own example alone.
+
+        Told on the first batch of several examples, by running a part of it; a graph, or a network that mixes its
+        batch, is then always run whole.
+        """
+        return cutting.separable(self, x)
+
+    def output_shape(self, x: Any) -> tuple[int, int]:
+        """Positions and outputs c of an example."""
+        return cutting.output_shape(self, x)
+
+    def pieces(self, x: Any, u: Tensor, bytes_each: int, budget: int) -> Iterator[tuple[Any, Tensor]]:
+        """Cut a batch and its cotangents u (n, ...) into pieces of examples of bytes_each within the budget."""
+        return cutting.pieces(self, x, u, bytes_each, budget)
+
+    # -- products with the Jacobian -------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def vjp(self, x: Any, u: Tensor) -> dict[str, Tensor]:
+        """Jᵀu for u (n, ..., c), {name: tensor of the parameter's shape}."""
+        grads = self.gradients(x, u)
+        return {n: torch.zeros_like(self.params[n]) if g is None else g for n, g in grads.items()}
+
+    def gradients(self, x: Any, u: Tensor, names: tuple[str, ...] | None = None) -> dict[str, Tensor | None]:
+        """Jᵀu for some parameters (all by default) by plain autograd, by which every other route is judged; None where
+        no output depends on one."""
+        with evaluating(self.model), plain_kernels():
+            leaves, grads = pull.pullback(self, x, lambda _: u, names)
+        return dict(zip(leaves, grads, strict=True))
+
+    @torch.inference_mode(False)
+    def vjps(self, x: Any, u: Tensor) -> Tensor:
+        """Σ_n J(x_n)ᵀ u_n for several cotangents u (k, n, ..., c) by one run of the network: (k, p)."""
+        return pull.vjps(self, x, u)
+
+    @torch.inference_mode(False)
+    def jvp(self, x: Any, v: Mapping[str, Tensor]) -> Tensor:
+        """J v for v {name: tensor of the parameter's shape}, (n, ..., c)."""
+        return push.jvp(self, x, v)
+
+    @torch.inference_mode(False)
+    def jvps(self, x: Any, v: Tensor) -> tuple[Tensor, Tensor]:
+        """f(x) and J(x) v for several vectors v (k, p) by one run of the network: (n, ..., c) and (k, n, ..., c)."""
+        return push.jvps(self, x, v)
+
+    @torch.inference_mode(False)
+    def through(self, x: Any, v: Tensor, middle: pull.Middle) -> tuple[Tensor, Tensor]:
+        """J(x) v (n, ..., c) and Σ_n J(x_n)ᵀ u_n (p,) for u = middle(f, J v), v (p,), by one run of the network."""
+        return pull.through(self, x, v, middle)
+
+    def rows(self, x: Any) -> Tensor:
+        """J(x_n) for each example, (n, ..., c, p)."""
+        f = self(x)
+        return self.pulled(x, rows.units(f)).reshape(*f.shape, -1)
+
+    @torch.inference_mode(False)
+    def pulled(self, x: Any, u: Tensor, names: tuple[str, ...] | None = None) -> Tensor:
+        """uᵀJ(x_n) for the cotangents of each example: u (n, k, ..., c) -> (n, k, p), for some parameters only
+        if `names` says so."""
+        return rows.pulled(self, x, u, names or self.layout.names)
