@@ -136,6 +136,7 @@ def test_batches_change_nothing() -> None:
 def test_a_prediction_like_any_other() -> None:
     model, x, y, _ = problem("classes")
     found = lw.gp.ella(model, (x, y), "categorical", anchors=9, rank=5, subset="last_layer")
+    lw.testing.check_posterior(found.posterior, x)
     pred = found(x)
     assert isinstance(pred, lw.Prediction)
     close(pred.total, pred.epistemic + pred.aleatoric)

@@ -316,6 +316,7 @@ def _annotations(cls: Any) -> dict[str, str]:
 
 def _kept(cls: Any) -> list[str]:
     bound = getattr(cls, "bound", ())
+    bound = bound if isinstance(bound, tuple) else ()  # a structure's is a word, of what its evidence is
     return [f.name for f in fields(cls) if f.init and f.name not in bound]
 
 
