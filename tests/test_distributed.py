@@ -152,9 +152,37 @@ def verbs(rank: int, size: int) -> dict[str, Any]:
     table = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, 2)).double()
     table.load_state_dict({k: torch.randn(v.shape, generator=G(3)).double() for k, v in table.state_dict().items()})
     words = torch.randint(6, (N, 2), generator=G(4))
+    out["ella"] = features(data, likelihood, group)
+    out["ella of streams"] = features(Unsized(data), likelihood, group)
     tokens = shard(words, problem("categorical")[1], rank, size)
     out["embedding"] = described_sums(lw.laplace(table, tokens, likelihood, structure="kron", process_group=group))
     return out
+
+
+class Unsized:
+    """Batches that do not say how many they are."""
+
+    def __init__(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.batches)
+
+
+def features(data: Any, likelihood: Any, group: Any) -> dict[str, Any]:
+    """ELLA: anchors of all ranks, tuned, saved and loaded."""
+    fit = lw.gp.ella(network(), data, likelihood, anchors=11, rank=6, prior=2.0, process_group=group)
+    tuned = fit.tuned()
+    path = f"{FOLDER[0]}/ella {dist.get_rank() if group else ''}"
+    tuned.save(path)
+    back = lw.load(path, network())
+    return {
+        "about": (fit.n, fit.targets, fit.anchors, fit.share),
+        "projection": fit.directions.mT @ fit.directions,
+        "evidence": fit.log_evidence(),
+        "tuned": (tuned.prior.precision, tuned.log_evidence()),
+        "covariance": back.predict(inputs()[:3] + 0.1).covariance,
+    }
 
 
 def described_sums(la: Any) -> dict[str, Any]:
@@ -281,8 +309,14 @@ def bases(rank: int, size: int) -> dict[str, Any]:
 
     torch.linalg.eigh = turned
     la = lw.laplace(network(), data, likelihood, structure="ekfac", process_group="world", memory_budget=2**20)
+    ella = lw.gp.ella(network(), data, likelihood, anchors=11, rank=6, process_group="world")
     torch.linalg.eigh = eigh
-    return {"basis": la.state.basis, "sums": la.state.sums, "lead": la.data.ranks.traffic["lead messages"]}
+    return {
+        "ella": ella.directions,
+        "basis": la.state.basis,
+        "sums": la.state.sums,
+        "lead": la.data.ranks.traffic["lead messages"],
+    }
 
 
 def traffic(rank: int, size: int) -> dict[str, Any]:
@@ -325,6 +359,9 @@ def faults(rank: int, size: int) -> dict[str, Any]:
         options = {"likelihood": likelihood, "structure": "kron", **options}
         return lw.laplace(model or network(), batches, process_group="world", **options)
 
+    def ella(batches: Any = data, rank: int = 6) -> Any:
+        return lw.gp.ella(network(), batches, likelihood, anchors=11, rank=rank, process_group="world")
+
     bad = [(torch.where(torch.tensor(i == 1), torch.nan, xs), ys) for i, (xs, ys) in enumerate(data)]
     la, plain, growing = fit(structure=FREE), fit(), list(data)
     grown = fit(structure=FREE, batches=growing)
@@ -345,6 +382,8 @@ def faults(rank: int, size: int) -> dict[str, Any]:
         "dtype": lambda: fit(network().float() if odd else network()),
         "structure": lambda: fit(structure="diag" if odd else "kron"),
         "prior": lambda: fit(prior=2.0 if odd else 1.0),
+        "features": lambda: ella(rank=7 if odd else 6),
+        "NaN anchors": lambda: ella(batches=bad if odd else data),
         "likelihood": lambda: fit(likelihood=lw.likelihoods.Gaussian(0.4 if odd else 0.5)),
         "subset": lambda: fit(subset=["3.*"] if odd else "all"),
         "no data": lambda: fit(batches=[]),
@@ -579,7 +618,19 @@ def test_parameters_of_a_wrapped_model_have_their_own_names(folder: Path) -> Non
 
 @pytest.mark.parametrize(
     "key",
-    ["auto", "validation", "updated", "without", "tuned on all", "loaded", "certificate", "by passes", "embedding"],
+    [
+        "auto",
+        "validation",
+        "updated",
+        "without",
+        "tuned on all",
+        "loaded",
+        "certificate",
+        "by passes",
+        "embedding",
+        "ella",
+        "ella of streams",
+    ],
 )
 def test_verbs_of_ranks_are_those_of_one_process(folder: Path, key: str) -> None:
     ranks, (alone,) = ([one[key] for one in found(folder, "verbs", n)] for n in (3, 1))
@@ -685,6 +736,8 @@ def test_sums_are_in_one_basis_though_eigenvectors_differ(folder: Path) -> None:
     likelihood, y = problem("categorical")
     alone = lw.laplace(network(), (inputs(), y), likelihood, structure="ekfac")
     close(ranks[0]["sums"], alone.state.sums)
+    fit = lw.gp.ella(network(), (inputs(), y), likelihood, anchors=11, rank=6)
+    close(ranks[0]["ella"].mT @ ranks[0]["ella"], fit.directions.mT @ fit.directions)
 
 
 def test_bytes_are_those_of_the_cost_model(folder: Path) -> None:
@@ -725,6 +778,7 @@ FAULTS = {  # what both ranks are told
     "dtype": "torch.float32, there 0.weight of shape (5, 3), torch.float64",
     "structure": "rank 1 differs from rank 0 in structure: 'diag', there 'kron'",
     "prior": "rank 1 differs from rank 0 in prior's precision",
+    "features": "rank 1 differs from rank 0 in structure: 'ella, 7 features, 11 anchors', there 'ella, 6 features",
     "likelihood": "rank 1 differs from rank 0 in likelihood's noise: 0.4, there 0.5",
     "subset": "torch.float64, frozen, there",
     "no data": "the data hold no batch on any rank",
@@ -737,6 +791,7 @@ FAULTS = {  # what both ranks are told
 }
 LOCAL = {  # what rank 1 does wrong, and rank 0 is told
     "NaN": "the inputs hold 15 NaN",
+    "NaN anchors": "the inputs hold 15 NaN",
     "not data": "got int",
     "argument": "got 'odd'",
     "vectors": "right-hand sides must be the same on every rank",
@@ -793,7 +848,7 @@ def test_a_group_must_be_one(folder: Path) -> None:
 def test_readers_of_one_process_refuse_a_shard() -> None:
     data = Shard((inputs(), problem("gaussian")[1]), Ranks())
     with pytest.raises(lw.errors.Unsupported, match="got a Shard"):
-        lw.gp.ella(network(), data, "gaussian")
+        lw.log_joint(network(), data, "gaussian")
 
 
 if __name__ == "__main__":

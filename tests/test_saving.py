@@ -661,7 +661,7 @@ class Loose(lw.curvature.Structure):
 @lw.curvature.register
 @dataclass(frozen=True)
 class Registered(Loose):
-    pass
+    n: int = 1  # a name within that of the bound, "neither"
 
 
 OWN: dict[str, dict] = {
@@ -669,7 +669,7 @@ OWN: dict[str, dict] = {
     "wrapped": {"likelihood": lw.likelihoods.Weighted(lw.likelihoods.Gaussian(0.3)), "structure": "diag"},
     "prior": {"prior": Labelled(0.3, per="layer", label="mine", table=(1.0, 2.5))},
     "layered": {"structure": Mean(level=3)},
-    "structure": {"structure": Registered(0.5)},
+    "structure": {"structure": Registered(0.5, n=3)},
 }
 
 

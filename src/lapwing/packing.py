@@ -267,7 +267,7 @@ def sound(what: str) -> Iterator[None]:
 
 
 def pack_object(thing: Any, family: str, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """A dataclass that files can name, with its fields; those that its class names as `bound` belong to one fit."""
+    """A dataclass that files can name, with its fields; those that its class names as `unsaved` belong to one fit."""
     module, name = registry.name_of(family, type(thing), HOW[family])
     kept: dict[str, Any] = {}
     for field in _kept(type(thing)):
@@ -282,7 +282,7 @@ def pack_object(thing: Any, family: str, prefix: str, tensors: dict[str, Tensor]
 def unpack_object(
     spec: Any, family: str, tensors: Tensors, depth: int = 0, bound: Mapping[str, Any] | None = None
 ) -> Any:
-    """The inverse, with what its class names as `bound`. What comes out must hold what the file holds."""
+    """The inverse, with what its class names as `unsaved`. What comes out must hold what the file holds."""
     entries = Entries(spec, f"its {family}")
     if depth > DEPTH:
         raise tensors.broken(f"has a {family} of more than {DEPTH} levels")
@@ -315,8 +315,7 @@ def _annotations(cls: Any) -> dict[str, str]:
 
 
 def _kept(cls: Any) -> list[str]:
-    bound = getattr(cls, "bound", ())
-    return [f.name for f in fields(cls) if f.init and f.name not in bound]
+    return [f.name for f in fields(cls) if f.init and f.name not in getattr(cls, "unsaved", ())]
 
 
 def _equal(a: Any, b: Any) -> bool:

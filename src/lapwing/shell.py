@@ -66,8 +66,12 @@ class Shell:
         """n weight samples, {parameter: (n, *shape)}: absolute weights, in the network's dtype."""
         if n < 1:
             raise InvalidValue(f"draw gives at least 1 sample, asked for {n}")
-        flat = self.posterior.draw(n, generator).to(self.tangent.dtype)
-        return torch.func.vmap(lambda vector: self.tangent.embed(self.tangent.layout.unflatten(vector)))(flat)
+        return self._named(self.posterior.draw(n, generator))
+
+    def _named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Weight vectors (n, p) as {parameter: (n, *shape)}."""
+        unflatten = lambda vector: self.tangent.embed(self.tangent.layout.unflatten(vector))  # noqa: E731
+        return torch.func.vmap(unflatten)(flat.to(self.tangent.dtype))
 
     def log_evidence(self) -> Tensor:
         """log p(D), where it is known."""

@@ -74,6 +74,7 @@ class Structure:
     diagonal: ClassVar[bool] = False  # it keeps diag G alone: weights are independent
     bound: ClassVar[str] = "neither"  # what its evidence is of the full curvature's, under an exact factor:
     # "exact", "lower", "upper", "estimate" or "neither"; a subclass that keeps something else of G says so again
+    shell: ClassVar[str] = "laplace"  # the kind of a file that holds its state
     memory_budget: int = BUDGET  # bytes of working memory
 
     def resolved(self, probe: Probe, factor: Factor) -> Structure:

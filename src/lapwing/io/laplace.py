@@ -188,11 +188,13 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     """What a file holds, once it is seen to belong together."""
     entries, held = Entries(header), Tensors(tensors, path)
     entries.take("schema", "int")
-    entries.take("kind", "str")
+    kind = entries.take("kind", "str")
     layout = take_layout(entries, held)
     likelihood = unpack_object(entries.take("likelihood_object", "dict"), "likelihood", held)
     prior = unpack_object(entries.take("prior", "dict"), "prior", held)
     state = _state(entries, held, layout, likelihood)
+    if kind != state["structure"].shell:
+        raise BrokenFile(f"it holds a {kind!r}, and its structure is {state['structure']}")
     with sound("its prior"):
         groups = len(prior.bind(layout).counts())
     samples, logdet = _samples(entries, held, state, layout, groups)

@@ -31,7 +31,7 @@ class Posterior(Protocol):
 
 
 def register(cls: type[P]) -> type[P]:
-    """Let files name a class of posteriors, a dataclass whose class variable `bound` names what belongs to a network;
+    """Let files name a class of posteriors, a dataclass whose class variable `unsaved` names what belongs to a network;
     as a decorator, above @dataclass."""
     registry.enter("posterior", cls)
     return cls

@@ -13,6 +13,7 @@ from lapwing import given
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.outputs import Blend
 from lapwing.posterior.base import Posterior
+from lapwing.posterior.process import Process
 from lapwing.tangent import TangentModel
 
 
@@ -38,6 +39,8 @@ class Mixture:
         shapes = [one.tangent.layout.shapes for one in self.members]
         if any(shape != shapes[0] for shape in shapes):
             raise Unsupported("members of this mixture have different weights, which no one vector holds; draw of each")
+        if any(isinstance(one, Process) for one in self.members):
+            raise Unsupported("a member of this mixture draws functions, not weights; draw of each")
         pick = torch.multinomial(self.log_weight.exp().to(generator.device), n, True, generator=generator).cpu()
         rows = [one.draw(int((pick == k).sum()), generator) for k, one in enumerate(self.members)]
         return torch.cat(rows)[pick.argsort(stable=True).argsort()]

@@ -26,7 +26,7 @@ from lapwing.tangent.kernels import plain_kernels
 class Particles:
     """`weights` (s, p) of the selected parameters; `log_weight` (s,), or None where they are equal."""
 
-    bound: ClassVar[tuple[str, ...]] = ("tangent",)  # by a network; not in files
+    unsaved: ClassVar[tuple[str, ...]] = ("tangent",)  # by a network; not in files
     tangent: TangentModel
     weights: Tensor
     log_weight: Tensor | None = None

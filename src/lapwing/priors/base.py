@@ -38,7 +38,7 @@ RANGE = math.log(1e6)  # a search may move a hyperparameter by this factor, unle
 class Prior:
     """Base class. A subclass gives `log_prob` and `quadratic`; `sample` where it has draws."""
 
-    bound: ClassVar[tuple[str, ...]] = ("names", "index", "layout", "grouping")  # by a network; not in files
+    unsaved: ClassVar[tuple[str, ...]] = ("names", "index", "layout", "grouping")  # by a network; not in files
     settings: ClassVar[tuple[str, ...]] = ("per", "mean")  # fields that are no hyperparameters
     gaussian: ClassVar[bool] = False  # A does not move with v
     per = "all"  # the grouping; without a type, so that a subclass makes it a field, in its own order
@@ -71,7 +71,7 @@ class Prior:
 
     @classmethod
     def _moving(cls) -> list[str]:
-        return [f.name for f in fields(cls) if f.name not in (*cls.bound, *cls.settings)]
+        return [f.name for f in fields(cls) if f.name not in (*cls.unsaved, *cls.settings)]
 
     # -- the density ----------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ ROUNDING = 8.0  # epsilons of the largest column that count as no column
 class GPrior(Gaussian):
     """`precision` is λ; `per` and `mean` as in Gaussian. Bound to a network by `bind`, to its curvature by `at`."""
 
-    bound: ClassVar[tuple[str, ...]] = (*Gaussian.bound, "held")
+    unsaved: ClassVar[tuple[str, ...]] = (*Gaussian.unsaved, "held")
     settings: ClassVar[tuple[str, ...]] = (*Gaussian.settings, "floor")
     floor: float = 0.0
     unit: Tensor | None = None  # h (p,), once at a curvature; huge where dropped
