@@ -17,29 +17,26 @@ from torch import Tensor
 from lapwing import io, likelihoods, priors
 from lapwing.api import other_data, tuning, words
 from lapwing.api.choices import checked_center, checked_mean
+from lapwing.api.judging import Judged
 from lapwing.arguments import as_likelihood, as_prior, as_shard
 from lapwing.center import Center, Jacobian, about_constant, check_gaussian, read, tangent_map
-from lapwing.certify import Certificate, certify
 from lapwing.curvature import BUDGET, State
 from lapwing.curvature.data_root import source
 from lapwing.data import ranks_of
-from lapwing.errors import InvalidValue, Unsupported
+from lapwing.errors import InvalidValue
 from lapwing.evidence import Evidence, decompose, effective_dimension
-from lapwing.leave_one_out import LeaveOneOut, leave_one_out
-from lapwing.operators import Samples
 from lapwing.outputs import Blend
 from lapwing.posterior import Gaussian, condition, placed
 from lapwing.posterior.mixture import log_weights
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
 from lapwing.predictive.about import about
 from lapwing.predictive.own_data import training_nll, warn_unfit
-from lapwing.shell import Shell
 from lapwing.tangent import TangentModel
 from lapwing.tune import Tuning
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Laplace(Shell):
+class Laplace(Judged):
     """A network with a Gaussian posterior over its weights. Frozen: every method that changes something returns
     a new object; the curvature is shared."""
 
@@ -261,56 +258,6 @@ class Laplace(Shell):
         moved = checked_mean(mean) == "tangent" and self.center == "tangent"
         center = self.tangent_map.vector if moved else None
         return function_samples(self.spread, n, generator, center)
-
-    # -- how good it is -------------------------------------------------------------------------------------------
-
-    def certify(
-        self,
-        n_probes: int = 32,
-        *,
-        inputs: Any = None,
-        data: Any = None,
-        generator: torch.Generator | None = None,
-        progress: bool = False,
-    ) -> Certificate:
-        """How far the structured curvature is from the true GGN over the data of the fit: total curvature, log-det and
-        predictive variances, with standard errors. inputs: new ones, at which variances are compared; without them,
-        training inputs stand for new ones, each left out of both posteriors."""
-        if self.streams:
-            raise Unsupported(
-                "matrix_free multiplies by the true curvature, so there is nothing to certify; how well its solves "
-                "went is in la.solve, and predictions and evidence carry standard errors"
-            )
-        return certify(
-            self.state,
-            self.prior,
-            self.likelihood,
-            self.read_again(data, "certify"),
-            n_probes,
-            inputs=inputs,
-            generator=generator,
-            progress=progress,
-            memory_budget=self.memory_budget,
-        )
-
-    @torch.inference_mode(False)
-    def leave_one_out(self, mean: str = "process", data: Any = None) -> LeaveOneOut:
-        """Each training example by a posterior of all the others, in closed form: means, covariances and log scores.
-        Exact for structure="full" of the model that `mean` names, "process" or "tangent"; for "network" one Newton step
-        from its outputs. It is optimistic: the features have seen the labels. See `docs/guide/evidence.md`."""
-        batches = self.read_again(data, "leave_one_out")
-        if checked_mean(mean) == "mixture":
-            raise InvalidValue("a mixture's members are left out one by one: ask for 'network' and for 'process'")
-        center = None if mean == "network" else self.process_map if mean == "process" else self.tangent_map
-        return leave_one_out(self.spread, self.likelihood, batches, center)
-
-    @property
-    def solve(self) -> Samples:
-        """matrix_free: the samples of the posterior (over a process group, this rank's) and how they were solved for,
-        residual, steps and passes."""
-        if not self.streams:
-            raise Unsupported(f"structure '{self.state.structure}' is factorized, not solved by iteration")
-        return self.spread.precision.samples
 
     def packed(self, path: Any) -> io.Content:
         """What goes into a file: tensors and a header, which are seen to be such as could be read again."""
