@@ -60,10 +60,11 @@ def leave_one_out(
     means, covs, scores, most = [], [], [], []
     for x, y in passes(batches, posterior.tangent.device, label="leave one out"):
         made = posterior.outputs(x)
+        fitted = flat_outputs(made.mean).double()
         made = made if center is None else about(made, posterior.tangent, x, center)
         z, C = flat_outputs(made.mean).double(), made.marginal.double().reshape(-1, *made.marginal.shape[-2:])
         targets = flat_targets(made.mean, y)
-        mean, cov, leverage = left_out(likelihood, z, C, targets)
+        mean, cov, leverage = left_out(likelihood, z, C, targets, fitted)
         means.append(mean)
         covs.append(cov)
         most.append(leverage)
@@ -71,9 +72,10 @@ def leave_one_out(
     return LeaveOneOut(torch.cat(means), torch.cat(covs), torch.cat(scores), torch.cat(most))
 
 
-def left_out(likelihood: Likelihood, z: Tensor, C: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z₋ₙ (m, c), C₋ₙ (m, c, c) and the largest leverages (m,), from rows z (m, c), C (m, c, c) and their targets."""
-    S, g = likelihood.scaled_root(z, y), likelihood.gradient(z, y)
+def left_out(likelihood: Likelihood, z: Tensor, C: Tensor, y: Tensor, fitted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """z₋ₙ (m, c), C₋ₙ (m, c, c) and the largest leverages (m,), from rows z (m, c), C (m, c, c) and their targets.
+    fitted: the outputs (m, c) that the curvature was taken at; it is what is taken out."""
+    S, g = likelihood.scaled_root(fitted, y), likelihood.gradient(z, y)
     CS = C @ S
     inner = S.mT @ CS
     leverage = torch.linalg.eigvalsh(inner)[..., -1]
