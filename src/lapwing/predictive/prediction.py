@@ -24,7 +24,7 @@ from lapwing import given
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood, Several
-from lapwing.outputs import Nodes, Normal, Outputs
+from lapwing.outputs import WIDE, Nodes, Normal, Outputs
 from lapwing.predictive import normal, plot, quantiles, show, together
 from lapwing.predictive.integral import Integral
 from lapwing.predictive.link import LINKS, OUTPUTS, closed_form, resolve
@@ -109,6 +109,21 @@ class Prediction:
     def drawn(self) -> bool:
         """Whether f is known by draws, of all inputs together."""
         return not all(part.smooth for _, part in self.outputs.parts)
+
+    @property
+    def ood_score(self) -> Tensor:
+        """How far an input is from what the data told, one number each, (n, ...): the variance of its outputs, in sum.
+        For softmax, without that of a common shift of all logits, which no probability sees."""
+        f_var, c = self.f_var, self.f_mean.shape[-1]
+        if self.likelihood.response != "softmax":
+            return f_var.sum(-1)
+        if c <= WIDE:
+            return f_var.sum(-1) - self.marginal.sum((-1, -2)) / c
+        rows = torch.arange(self.f_mean[..., 0].numel(), device=self.f_mean.device)
+        some = self.outputs.nodes(rows, None)
+        gap = some.f - some.f.mean(-1, keepdim=True)
+        spread = some.average((gap - some.average(gap)).square()).sum(-1)
+        return spread.reshape(self.f_mean.shape[:-1]).to(self.f_mean)
 
     # -- the response y -------------------------------------------------------------------------------------------
 
