@@ -153,7 +153,7 @@ def fit_checks(found: Slope) -> Iterator[Finding]:
     message = (
         f"the classifier fits its training data (mean log-likelihood {found.log_prob:.2g}): tuned() then picks a prior "
         "that is too weak, and predictions are underconfident, on the training data too; with held-out data, call "
-        "tuned(method='validation', data=held_out)"
+        "tuned(method='validation', data=held_out); without, fit with likelihood='dirichlet'"
     )
     yield Finding("warning", "evidence", message)
 
