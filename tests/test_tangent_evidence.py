@@ -480,7 +480,7 @@ def test_a_noise_above_the_residuals_is_what_the_evidence_picks() -> None:
 def test_the_mean_of_a_tuning_is_checked() -> None:
     model, x, y = problem("none")
     la = lw.laplace(model, (x, y), "gaussian")
-    with pytest.raises(lw.errors.InvalidValue, match="mean must be one of .*, got 'other'"):
+    with pytest.raises(lw.errors.InvalidValue, match=r"mean must be one of .*, got 'other'"):
         la.tuned(mean="other")
     with pytest.raises(lw.errors.InvalidValue, match="belongs to the evidence at center='tangent'"):
         la.tuned(mean="tangent", center="map")
