@@ -292,8 +292,8 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def leaks(rows: list[dict[str, Any]], norm: Any) -> list[str]:
-    """Left-out NLL beside that of test labels, and left-out temperatures beside those in hindsight. Wrong labels are
-    left out of the former: test labels are right, and the two would not compare."""
+    """Left-out NLL beside that of the test labels, and left-out temperatures beside those in hindsight. The former
+    without networks of wrong labels: test labels are right, and the two would not compare."""
     head = ("networks", "process: left out", "test", "equal trace: left out", "test", "label-free: left out", "test")
     out = [line((*head, "correlation of log T", "mean log T − log T in hindsight", "R² < .7"))]
     out.append("|---" + "|--:" * 9 + "|")
