@@ -21,7 +21,7 @@ from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import rule_for
 from lapwing.errors import InvalidValue, NetworkFailed
-from lapwing.tangent import TangentModel
+from lapwing.tangent import TangentModel, proof
 
 PROBE = 4  # examples
 
@@ -189,15 +189,9 @@ def _run_in_steps(tangent: TangentModel, record: Record, x: Any) -> bool:
 def _proved_nearby(tangent: TangentModel, parts: list[Part], x: Any) -> list[Part]:
     """The parts whose rule is right at weights moved by about their own size, a few times over; where the network
     does not stand that, there is nothing against them."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        moved = {}
-        for n, p in tangent.params.items():
-            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
-            size = p.square().mean().sqrt()
-            moved[n] = p + noise * torch.where(size > 0, size, torch.ones_like(size))
+    for nearby in proof.moved(tangent):
         try:
-            record = Capture(replace(tangent, params=moved), tuple(parts), clone_all=True).run(x)
+            record = Capture(nearby, tuple(parts), clone_all=True).run(x)
             if bool(torch.isfinite(record.f).all()) and len(record.called) == len(parts):
                 parts, _ = _proved(record, parts)
         except (RuntimeError, ValueError):

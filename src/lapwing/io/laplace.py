@@ -184,9 +184,7 @@ def check_writable(tensors: dict[str, Tensor], header: dict[str, Any], path: Any
 
 def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Saved:
     """What a file holds, once it is seen to belong together."""
-    entries, held = Entries(header), Tensors(tensors, path)
-    entries.take("schema", "int")
-    entries.take("kind", "str")
+    entries, held = opened(tensors, header, path)
     layout = take_layout(entries, held)
     likelihood = unpack_object(entries.take("likelihood_object", "dict"), "likelihood", held)
     prior = unpack_object(entries.take("prior", "dict"), "prior", held)
@@ -217,6 +215,13 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     entries.done()
     held.done()
     return saved
+
+
+def opened(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> tuple[Entries, Tensors]:
+    """What is left to take of a file, once its schema and its kind are known."""
+    entries = Entries(header)
+    entries.take("schema", "int"), entries.take("kind", "str")
+    return entries, Tensors(tensors, path)
 
 
 def take_layout(entries: Entries, held: Tensors) -> Layout:
@@ -377,12 +382,10 @@ def _samples(
 # -- against the network -----------------------------------------------------------------------------------------
 
 
-def check_weights(
-    tangent: TangentModel, fingerprints: dict[str, str], parameters: dict[str, list[int]], path: Any
-) -> None:
+def check_weights(tangent: TangentModel, fingerprints: dict[str, str], shapes: dict[str, list[int]], path: Any) -> None:
     """Raise, naming the first parameter that differs, unless the network is the one that was saved."""
     mine, all_weights = tangent.fingerprints(), {**tangent.constants, **tangent.embed(tangent.params)}
-    for name, shape in parameters.items():
+    for name, shape in shapes.items():
         if name not in mine:
             raise InvalidValue(f"{path} was saved from another architecture: the model has no parameter {name}")
         here = all_weights[name].shape

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BrokenFile, InvalidValue
-from lapwing.io.laplace import SCHEMA, take_layout, take_strings
+from lapwing.io.laplace import SCHEMA, opened, take_layout, take_strings
 from lapwing.likelihoods import Likelihood
-from lapwing.packing import Entries, Tensors, pack_object, sound, unpack_object
+from lapwing.packing import Tensors, pack_object, sound, unpack_object
 from lapwing.priors import Prior
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -70,9 +70,7 @@ def pack_fitted(fit: Any, path: Any) -> Content:
 
 def checked_fit(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> SavedFit:
     """What such a file holds, once it is seen to belong together."""
-    entries, held = Entries(header), Tensors(tensors, path)
-    entries.take("schema", "int")
-    entries.take("kind", "str")
+    entries, held = opened(tensors, header, path)
     layout = take_layout(entries, held)
     likelihood = unpack_object(entries.take("likelihood", "dict"), "likelihood", held)
     prior = unpack_object(entries.take("prior", "dict"), "prior", held)
@@ -110,9 +108,7 @@ def members_of(
     tensors: dict[str, Tensor], header: dict[str, Any], path: Any
 ) -> tuple[Tensor, list[tuple[dict[str, Tensor], Content]]]:
     """The log-weights of a mixture, and of each member its network's tensors and its own content."""
-    entries, held = Entries(header), Tensors(tensors, path)
-    entries.take("schema", "int")
-    entries.take("kind", "str")
+    entries, held = opened(tensors, header, path)
     headers = entries.take("members", "list")
     entries.done()
     if not headers or not all(type(one) is dict for one in headers):

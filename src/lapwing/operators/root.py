@@ -77,12 +77,8 @@ class Pair:
 
     def group(self, d: Diagonal) -> int | None:
         """The group of a Diagonal that all these columns belong to, if there is one and it has one unit."""
-        if d.unit is not None:
-            return None
-        if d.single:
-            return 0
-        groups = self.index if d.index is None else d.index[self.index]
-        return int(groups[0]) if bool((groups == groups[0]).all()) else None
+        group = None if d.unit is not None else d.groups_at(self.index)
+        return group if isinstance(group, int) else None
 
 
 @dataclass(frozen=True, eq=False)
