@@ -20,8 +20,8 @@ from lapwing.doctor.reading import read
 from lapwing.errors import InvalidValue
 from lapwing.operators import Diagonal
 
-UNIT = Rates(*[1.0] * 9)
-FREE = Rates(*[0.0] * 9)
+UNIT = Rates(*[1.0] * 8)
+FREE = Rates(*[0.0] * 8)
 
 
 @pytest.fixture(autouse=True)
