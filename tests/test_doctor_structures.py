@@ -15,7 +15,7 @@ import lapwing as lw
 from lapwing.curvature import Full, Probe
 from lapwing.curvature.cost import Needs, Rates, Task, of_dense
 from lapwing.doctor import trial
-from lapwing.doctor.needs import survey
+from lapwing.doctor.plan import survey
 from lapwing.doctor.reading import read
 from lapwing.errors import InvalidValue
 from lapwing.operators import Diagonal

@@ -174,7 +174,7 @@ def test_the_last_layer_has_products_of_its_own(monkeypatch):
         sizes.append(model.layout.size)
         return 1e-6, 1e-6
 
-    monkeypatch.setattr(plan, "jacobian_seconds", recorded)
+    monkeypatch.setattr(trial, "jacobian_seconds", recorded)
     x, y = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 3
     lw.doctor(net(), (x, y), "categorical")
     assert sizes == [39, 15]
@@ -184,7 +184,7 @@ def test_a_network_that_j_cannot_be_multiplied_by_keeps_its_other_costs(monkeypa
     def fail(*_: Any) -> Any:
         raise RuntimeError("no derivative today")
 
-    monkeypatch.setattr(plan, "jacobian_seconds", fail)
+    monkeypatch.setattr(trial, "jacobian_seconds", fail)
     monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", 0)
     x, y = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 3
     report = lw.doctor(net(), (x, y), "categorical")
