@@ -184,7 +184,9 @@ def check_writable(tensors: dict[str, Tensor], header: dict[str, Any], path: Any
 
 def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Saved:
     """What a file holds, once it is seen to belong together."""
-    entries, held = opened(tensors, header, path)
+    entries, held = Entries(header), Tensors(tensors, path)
+    entries.take("schema", "int")
+    entries.take("kind", "str")
     layout = take_layout(entries, held)
     likelihood = unpack_object(entries.take("likelihood_object", "dict"), "likelihood", held)
     prior = unpack_object(entries.take("prior", "dict"), "prior", held)
@@ -198,30 +200,11 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     center, at = entries.take("center", "str"), _center(entries, held, layout, likelihood, state["n"])
     if center != ("map" if at is None else "tangent"):
         raise BrokenFile(f"it is centered at {center!r}, and {'has no' if at is None else 'has a'} tangent center")
-    saved = Saved(
-        layout,
-        state,
-        prior,
-        likelihood,
-        center,
-        at,
-        tuning,
-        samples,
-        logdet,
-        entries.take("temperature", "float", math.ulp(0.0)),
-        entries.take("memory_budget", "int", 1),
-        entries.take("forward_hook", "bool"),
-    )
+    temperature, budget = entries.take("temperature", "float", math.ulp(0.0)), entries.take("memory_budget", "int", 1)
+    rest = samples, logdet, temperature, budget, entries.take("forward_hook", "bool")
     entries.done()
     held.done()
-    return saved
-
-
-def opened(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> tuple[Entries, Tensors]:
-    """What is left to take of a file, once its schema and its kind are known."""
-    entries = Entries(header)
-    entries.take("schema", "int"), entries.take("kind", "str")
-    return entries, Tensors(tensors, path)
+    return Saved(layout, state, prior, likelihood, center, at, tuning, *rest)
 
 
 def take_layout(entries: Entries, held: Tensors) -> Layout:

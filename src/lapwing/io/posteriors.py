@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BrokenFile, InvalidValue
-from lapwing.io.laplace import SCHEMA, opened, take_layout, take_strings
+from lapwing.io.laplace import SCHEMA, take_layout, take_strings
 from lapwing.likelihoods import Likelihood
-from lapwing.packing import Tensors, pack_object, sound, unpack_object
+from lapwing.packing import Entries, Tensors, pack_object, sound, unpack_object
 from lapwing.priors import Prior
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -70,26 +70,19 @@ def pack_fitted(fit: Any, path: Any) -> Content:
 
 def checked_fit(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> SavedFit:
     """What such a file holds, once it is seen to belong together."""
-    entries, held = opened(tensors, header, path)
+    entries, held = Entries(header), Tensors(tensors, path)
+    entries.take("schema", "int")
+    entries.take("kind", "str")
     layout = take_layout(entries, held)
     likelihood = unpack_object(entries.take("likelihood", "dict"), "likelihood", held)
     prior = unpack_object(entries.take("prior", "dict"), "prior", held)
     with sound("its prior"):
         prior.bind(layout)
-    saved = SavedFit(
-        layout,
-        take_strings(entries, "fingerprints"),
-        likelihood,
-        prior,
-        entries.take("posterior", "dict"),
-        held,
-        entries.take("n", "int", 1, 2**63),
-        entries.take("targets", "int | None", 0, 2**64 - 1),
-        entries.take("made", "str"),
-        entries.take("forward_hook", "bool"),
-    )
+    posterior, fingerprints = entries.take("posterior", "dict"), take_strings(entries, "fingerprints")
+    n, targets = entries.take("n", "int", 1, 2**63), entries.take("targets", "int | None", 0, 2**64 - 1)
+    made, hook = entries.take("made", "str"), entries.take("forward_hook", "bool")
     entries.done()
-    return saved
+    return SavedFit(layout, fingerprints, likelihood, prior, posterior, held, n, targets, made, hook)
 
 
 def pack_blended(blended: Any, path: Any) -> Content:
@@ -108,7 +101,9 @@ def members_of(
     tensors: dict[str, Tensor], header: dict[str, Any], path: Any
 ) -> tuple[Tensor, list[tuple[dict[str, Tensor], Content]]]:
     """The log-weights of a mixture, and of each member its network's tensors and its own content."""
-    entries, held = opened(tensors, header, path)
+    entries, held = Entries(header), Tensors(tensors, path)
+    entries.take("schema", "int")
+    entries.take("kind", "str")
     headers = entries.take("members", "list")
     entries.done()
     if not headers or not all(type(one) is dict for one in headers):

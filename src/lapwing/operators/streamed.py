@@ -80,17 +80,10 @@ class Streamed(System):
         groups = z.split(self.groups(len(z), 1, OTHERS_VECTORS))
         made = [root.product(some, self.weights.detach()) for some in groups]
         gz, squares = (torch.cat(parts) for parts in zip(*made, strict=True))
-        found = Samples(
-            z,
-            root.ranks.whole(self.precision().sums(z * gz), "effective dimensions"),
-            root.ranks.whole(squares, "squares of samples"),
-            float(solution.residual.max()),
-            solution.steps,
-            root.passes - before,
-            plan.solver,
-            self.close[1],
-            root.ranks,
-        )
+        gamma = root.ranks.whole(self.precision().sums(z * gz), "effective dimensions")
+        squares = root.ranks.whole(squares, "squares of samples")
+        how = float(solution.residual.max()), solution.steps, root.passes - before, plan.solver, self.close[1]
+        found = Samples(z, gamma, squares, *how, root.ranks)
         self.remember(found)
         return found
 
