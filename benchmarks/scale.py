@@ -40,7 +40,8 @@ import lapwing as lw
 from lapwing.curvature import MatrixFree
 from lapwing.curvature.products import gauss_newton
 from lapwing.operators import Blocks, Diagonal, HeldRows, RootPlusDiagonal, linalg
-from lapwing.solvers import cg, nystrom
+from lapwing.solvers import cg
+from lapwing.solvers.nystrom import from_sketch
 
 PACKAGES = ("torch", "numpy", "lapwing", "transformers")
 SIZES = (10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)  # parameters
@@ -206,7 +207,8 @@ def coupling(_: argparse.Namespace) -> dict[str, Any]:
 
 def preconditioned(r: torch.Tensor, kron: Any, precisions: tuple[float, ...]) -> dict[str, Any]:
     (m, p), generator = r.shape, torch.Generator().manual_seed(0)
-    sketch = nystrom(lambda v: ((v.float() @ r.mT) @ r).double(), p, min(SKETCH, p // 4), generator)
+    tests = torch.randn(min(SKETCH, p // 4), p, generator=generator, dtype=torch.float64)
+    sketch = from_sketch(((tests.float() @ r.mT) @ r).double(), tests)
     nears = {"none": Diagonal(0 * ONE, p), "kron": kron, "nystrom": of_rows(sketch.root)}
     out: dict[str, Any] = {"rows": m, "parameters": p, "rank": len(sketch.values), "steps": {}}
     if isinstance(kron, Blocks):

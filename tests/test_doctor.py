@@ -31,8 +31,7 @@ from torch.utils.data import (
 import lapwing as lw
 from lapwing.doctor import Cost, Finding, Report
 from lapwing.doctor.checks import model_checks
-from lapwing.doctor.needs import measure, survey
-from lapwing.doctor.plan import free_memory
+from lapwing.doctor.plan import free_memory, measure, survey
 from lapwing.doctor.reading import EXAMPLES, read
 from lapwing.doctor.report import seconds, significant, size
 from lapwing.doctor.training import gain, slope, training_checks

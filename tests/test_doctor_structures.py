@@ -15,13 +15,13 @@ import lapwing as lw
 from lapwing.curvature import Full, Probe
 from lapwing.curvature.cost import Needs, Rates, Task, of_dense
 from lapwing.doctor import trial
-from lapwing.doctor.needs import survey
+from lapwing.doctor.plan import survey
 from lapwing.doctor.reading import read
 from lapwing.errors import InvalidValue
 from lapwing.operators import Diagonal
 
-UNIT = Rates(*[1.0] * 9)
-FREE = Rates(*[0.0] * 9)
+UNIT = Rates(*[1.0] * 8)
+FREE = Rates(*[0.0] * 8)
 
 
 @pytest.fixture(autouse=True)

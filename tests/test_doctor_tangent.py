@@ -18,7 +18,7 @@ from lapwing.curvature import Factor, Probe
 from lapwing.curvature.cost import Needs, Rates, Task
 from lapwing.doctor import plan, tangent, trial
 
-NOTHING = Rates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = Rates(*[0.0] * 8)
 FREE = Needs(1000.0, 0.0, 0.0, 0.0, solve=0.0, exact=True)
 
 
@@ -60,8 +60,12 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Task:
         ({"push": 1.0}, {}, 50, 0),  # one pass in two pushes
         ({"pull": 1.0}, {}, 50, 0),
         ({"read": 1.0}, {}, 100, 200),  # outputs and the start of the prior are two readings more
-        ({"forward": 1.0}, {}, 0, 100),
-        ({"gradient": 1.0}, {}, 0, 300),  # four probes: one run forward, four backward of twice its price
+        (
+            {"gradient": 3.0},
+            {},
+            0,
+            1000,
+        ),  # a run forward; for four probes one more, and four backward of two
         ({}, {"solve": 1.0}, tangent.SOLVES, 0),
         ({}, {"tune": 7.0}, 0, 7),
     ],
@@ -170,7 +174,7 @@ def test_the_last_layer_has_products_of_its_own(monkeypatch):
         sizes.append(model.layout.size)
         return 1e-6, 1e-6
 
-    monkeypatch.setattr(plan, "jacobian_seconds", recorded)
+    monkeypatch.setattr(trial, "jacobian_seconds", recorded)
     x, y = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 3
     lw.doctor(net(), (x, y), "categorical")
     assert sizes == [39, 15]
@@ -180,7 +184,7 @@ def test_a_network_that_j_cannot_be_multiplied_by_keeps_its_other_costs(monkeypa
     def fail(*_: Any) -> Any:
         raise RuntimeError("no derivative today")
 
-    monkeypatch.setattr(plan, "jacobian_seconds", fail)
+    monkeypatch.setattr(trial, "jacobian_seconds", fail)
     monkeypatch.setattr(jacobian, "HELD_ROWS_BYTES", 0)
     x, y = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 3
     report = lw.doctor(net(), (x, y), "categorical")

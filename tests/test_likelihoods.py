@@ -363,7 +363,7 @@ def test_residual_noise_is_the_maximum_likelihood_one() -> None:
         likelihood = Gaussian(noise)
         sums = likelihood.statistics(f, y)
         best = likelihood.residual_noise(sums).requires_grad_()
-        assert best.shape == likelihood.sigma.shape
+        assert best.shape == likelihood.noise.shape
         close(torch.autograd.grad(likelihood.replace(noise=best).log_likelihood(sums), best)[0], torch.zeros_like(best))
 
 

@@ -116,7 +116,7 @@ def test_student_noise_has_scipys_distribution_function(nu: float) -> None:
     z = torch.cat([torch.linspace(-9, 9, 181), torch.tensor([-1e6, -300.0, 40.0, 1e12])]).double()
     likelihood = lw.likelihoods.StudentT(torch.tensor([0.7, 2.0]), torch.tensor([nu, 3.0], dtype=torch.float64))
     f = torch.randn(2, dtype=torch.float64)
-    found = likelihood.cdf(f, f + z[:, None] * likelihood.s)
+    found = likelihood.cdf(f, f + z[:, None] * likelihood.scale)
     close(found, torch.as_tensor(np.stack([stats.t.cdf(z, nu), stats.t.cdf(z, 3.0)], -1)), 1e-11)
     low = special.student_tail(z, torch.tensor(nu, dtype=torch.float64))
     assert_close(low, torch.as_tensor(stats.t.sf(z.abs(), nu)), rtol=1e-11, atol=1e-300)
@@ -263,10 +263,10 @@ def test_binary_probabilities_of_one_output_are_their_integrals() -> None:
 def by_scipy(likelihood: Any, f: Tensor) -> Any:
     f = f.numpy()
     if likelihood.name == "studentt":
-        return stats.t(float(likelihood.nu), loc=f, scale=float(likelihood.s))
+        return stats.t(float(likelihood.df), loc=f, scale=float(likelihood.scale))
     if likelihood.name == "poisson":
         return stats.poisson(np.exp(f))
-    r = float(likelihood.r)
+    r = float(likelihood.dispersion)
     return stats.nbinom(r, r / (r + np.exp(f)))
 
 

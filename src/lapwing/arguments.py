@@ -84,9 +84,7 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> curvature.S
     """A structure by its name, with this memory budget, or as it is; "auto" goes by the size of the problem."""
     if isinstance(structure, str) and structure == "auto":
         structure = automatic(seen)
-    if isinstance(structure, str):
-        if structure not in STRUCTURES:
-            raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
+    if isinstance(structure, str) and structure in STRUCTURES:
         return STRUCTURES[structure](memory_budget=memory_budget)
     if not isinstance(structure, curvature.Structure):
         raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")

@@ -223,19 +223,14 @@ def check_finite(inputs: Any, what: str) -> None:
 
 
 def passes(
-    batches: Iterable[Any],
-    device: torch.device,
-    progress: bool = False,
-    label: str = "curvature",
-    seed: int | None = None,
+    batches: Iterable[Any], device: torch.device, progress: bool = False, label: str = "data", seed: int | None = None
 ) -> Iterator[tuple[Any, Any]]:
     """One pass over the data, on the model's device, with the user's random state left as it was.
 
     It starts from that state, as every pass does, or from a seed: what is random then comes out otherwise."""
     seen, rng = False, _PassRng(batches, seed)
-    total = _length(batches)
     with rng.swapped():
-        iterator = iter(tqdm(batches, total=total, desc=label, disable=not progress, leave=False))
+        iterator = iter(tqdm(batches, total=_length(batches), desc=label, disable=not progress, leave=False))
     while True:
         with rng.swapped():
             batch = next(iterator, _END)

@@ -30,14 +30,7 @@ from lapwing.errors import BrokenFile, InvalidValue
 SAVED, CHECKPOINT = "lapwing", "lapwing.checkpoint"
 WHAT = {SAVED: "a saved fit: read it with lw.load", CHECKPOINT: "a checkpoint: give it to lw.laplace(checkpoint=...)"}
 DIGEST = 64  # characters
-FAULTS = (
-    SafetensorError,
-    KeyError,
-    ValueError,
-    TypeError,
-    RuntimeError,
-    OverflowError,
-)  # what its reader raises
+FAULTS = (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OverflowError)  # what its reader raises
 
 
 def as_path(path: Any) -> Path:

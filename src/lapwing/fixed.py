@@ -178,10 +178,8 @@ def _check_workers(loader: DataLoader, n: int, marks: Tensor) -> None:
     workers = loader.num_workers
     if not bool((marks.unique(return_counts=True)[1] % workers == 0).all()):
         return
-    with unchanged_rng(loader, SEEDS[0]):
-        alone = sum(
-            len(split(batch)[1]) for batch in _like(loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
-        )
+    single = _like(loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
+    alone = sum(len(split(batch)[1]) for batch in _loaded(single, SEEDS[0]))
     if n == workers * alone:
         raise InvalidValue(
             f"each of the {workers} worker processes reads the whole stream: one gives {alone} examples and "

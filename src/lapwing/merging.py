@@ -93,7 +93,6 @@ def _spread(values: Tensor) -> str:
 
 def _same_data(a: State, b: State) -> bool:
     """Whether the targets and the network's outputs are those of the same data, to the last bit."""
-    same = (
-        a.n == b.n and a.targets is not None and a.targets == b.targets and a.statistics.keys() == b.statistics.keys()
-    )
-    return same and all(torch.equal(value, b.statistics[key]) for key, value in a.statistics.items())
+    same = a.n == b.n and a.targets is not None and a.targets == b.targets
+    mine, theirs = a.statistics, b.statistics
+    return same and mine.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in mine.items())

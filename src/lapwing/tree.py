@@ -71,9 +71,8 @@ class Layout:
         """Split (..., p) into {name: (..., *shape)}."""
         if vector.shape[-1] != self.size:
             raise InvalidValue(f"expected a last dimension of {self.size} parameters, got {vector.shape[-1]}")
-        return {
-            name: vector[..., s].reshape((*vector.shape[:-1], *self.shape(name))) for name, s in self.slices().items()
-        }
+        lead = vector.shape[:-1]
+        return {name: vector[..., s].reshape((*lead, *self.shape(name))) for name, s in self.slices().items()}
 
     def gather(self, full: Mapping[str, Tensor]) -> Tensor:
         """The selected elements of full-shaped tensors, as one vector (p,)."""

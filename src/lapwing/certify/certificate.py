@@ -33,9 +33,8 @@ class Certificate:
         return "\n".join([self._title(), *lines, *(f"  note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th>{name}</th><td>{shown}</td><td>{words}</td></tr>" for name, shown, words in self._lines()
-        )
+        lines = [f"<th>{name}</th><td>{shown}</td><td>{words}</td>" for name, shown, words in self._lines()]
+        rows = "".join(f"<tr>{line}</tr>" for line in lines)
         notes = "".join(f"<tr><th>note</th><td colspan=2>{note}</td></tr>" for note in self.notes)
         return f"<table><caption>{self._title()}</caption>{rows}{notes}</table>"
 

@@ -88,20 +88,9 @@ def certify(
     ends = [e[n_probes:] * new.weights for e in true.ends]
     variance = ratio(ours * new.weights, *ends) if new.count else None
     at_training = ratio((training * linalg.solve(precision, training)).sum(-1), *(e[:n_probes] for e in true.ends))
-    return Certificate(
-        trace,
-        log_det,
-        variance,
-        at_training,
-        new.where,
-        new.count,
-        state.n,
-        n_probes,
-        reader.passes,
-        true.residual,
-        str(state.structure),
-        tuple(note for note in (moved, true.note, *new.notes(removed, ends[0])) if note),
-    )
+    notes = tuple(note for note in (moved, true.note, *new.notes(removed, ends[0])) if note)
+    how = new.where, new.count, state.n, n_probes, reader.passes, true.residual, str(state.structure)
+    return Certificate(trace, log_det, variance, at_training, *how, notes)
 
 
 def _near(reader: Reader, seen: Probe, precision: Any, pulled: Tensor, budget: int) -> Any:
@@ -176,7 +165,5 @@ def _log_det(
     if all(one.settled for one in found):
         return estimate, ""
     left, (low, high) = LEFT * sum(one.moved for one in found) / len(found), estimate.interval
-    note = (
-        f"Lanczos has not settled in {LANCZOS_STEPS} steps; the interval of log_det is wider by {left:.2g} on each side"
-    )
-    return estimate.wider(low - left, high + left), note
+    wider = f"the interval of log_det is wider by {left:.2g} on each side"
+    return estimate.wider(low - left, high + left), f"Lanczos has not settled in {LANCZOS_STEPS} steps; {wider}"

@@ -107,11 +107,10 @@ def left_out(reader: Reader, seen: Probe, near: Gaussian, k: int, generator: tor
         start = sum(ranks.gather(own, "examples of each rank")[: ranks.rank])
         with ranks.sharing_errors("examples"):
             batches = reader.each("examples")
-            found = (
-                every(batches, state.n, start)
-                if state.n <= k
-                else sample(batches, sizes if few else None, k, ranks, generator)
-            )
+            if state.n <= k:
+                found = every(batches, state.n, start)
+            else:
+                found = sample(batches, sizes if few else None, k, ranks, generator)
         reader.check()
     examples = Examples(state, likelihood, ranks, found.held, len(found.weights), budget)
     j, count = examples.pulled(ranks.own(generator)), len(found.numbers.unique())

@@ -35,17 +35,14 @@ def solved(
     reader: Reader, near: Any, b: Tensor, extra: Callable[[Tensor, Tensor], Tensor] | None, budget: int
 ) -> Solved:
     """Columns in as few groups as fit the memory budget."""
+
+    def closer(v: Tensor) -> Tensor:
+        return linalg.solve(near, v)
+
     low, high, worst, steps, converged = [], [], 0.0, 0, True
     for rows in torch.arange(len(b)).split(max(1, budget // (8 * HELD * b.shape[-1]))):
         some, more = b[rows], None if extra is None else _of(extra, rows)
-        found = cg(
-            reader.product,
-            some,
-            lambda v: linalg.solve(near, v),
-            tolerance=reader.tolerance,
-            max_steps=CG_STEPS,
-            extra=more,
-        )
+        found = cg(reader.product, some, closer, tolerance=reader.tolerance, max_steps=CG_STEPS, extra=more)
         value, gap = (some * found.x).sum(-1), torch.zeros_like(some[:, 0])
         if not found.converged:
             image = reader.product(found.x)

@@ -176,10 +176,10 @@ class Pass:
 
     def journal(self, place: FitCheckpoint, basis: State | None) -> Journal:
         """The journal of this pass, in an open checkpoint."""
-        tangent, inputs = self.tangent, self.seen.inputs
-        one = tree.rows_of(inputs, slice(0, 1)) if tangent.separable(inputs) else inputs
-        fit = identity(tangent, self.likelihood, self.factor, self.seen.n, one, self.generator, basis)
-        return place.opened(_pass_names(self.structure, basis), fit, tangent(one), self.ranks)
+        inputs = self.seen.inputs
+        first = tree.rows_of(inputs, slice(0, 1)) if self.tangent.separable(inputs) else inputs
+        fit = identity(self, first, basis)
+        return place.opened(_pass_names(self.structure, basis), fit, self.tangent(first), self.ranks)
 
     def begun(self, basis: State | None) -> Any:
         """An accumulator, in the basis of a first pass where there was one."""
@@ -199,10 +199,8 @@ class Pass:
         if journal is not None:
             journal.begin(self.generator)
         own = ranks.own(self.generator)
-        each = (
-            4 * factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs
-        )  # bytes of u, an example
-        size = max(1, self.structure.memory_budget // 4 // each)
+        each = factor.columns(seen.outputs, seen.positions) * seen.positions * seen.outputs  # numbers of u, an example
+        size = max(1, self.structure.memory_budget // 4 // (4 * each))
         with ranks.sharing_errors(f"the pass of {self.structure}"):
             running, label = Running(accumulator), str(self.structure)
             if journal is not None:
@@ -214,7 +212,7 @@ class Pass:
             for x, y in _pieces(self.tangent, stream, size):
                 loading.check_finite(x, "the inputs")
                 running.read(x, y)
-                x, y = _without_ignored(self.tangent, likelihood, x, y, running)
+                x, y = self._without_ignored(x, y, running)
                 if isinstance(y, Tensor) and y.ndim and not len(y):
                     continue
                 f = accumulator.forward(x)
@@ -222,16 +220,20 @@ class Pass:
                 flat, targets = flat_outputs(f), flat_targets(f, y)
                 likelihood.validate(flat, targets)
                 running.count(y, likelihood.statistics(flat, targets))
-                S = (
-                    flat.new_zeros(len(flat), 1, 1)
-                    if factor.kind == "hessian"
-                    else output_factor(factor, likelihood, flat, targets, own)
-                )
-                u, column = cotangents(factor, S, len(f))
+                u, column = cotangents(factor, output_factor(factor, likelihood, flat, targets, own), len(f))
                 u = u.reshape(*u.shape[:2], *f.shape[1:]) if factor.kind != "hessian" else u
                 accumulator.observe(x, y, f, u, column)
             running.sums, running.batches = accumulator.finish()
         return running
+
+    def _without_ignored(self, x: Any, y: Any, running: Running) -> tuple[Any, Any]:
+        """A batch without examples whose every target is ignored: they count, and no factor of the curvature sees
+        them."""
+        rows = self.likelihood.kept(y) if isinstance(y, Tensor) and y.ndim else None
+        if rows is None or bool(rows.all()) or not self.tangent.separable(x):
+            return x, y
+        running.count(y[~rows], {})
+        return tree.map_tensors(lambda t: t[rows], x), y[rows]
 
     def state(self, running: Running) -> State:
         """The state of a pass that has ended."""
@@ -266,17 +268,6 @@ def _pieces(tangent: TangentModel, batches: Iterable[Any], size: int) -> Iterato
             for start in range(0, len(y), size):
                 index = slice(start, start + size)
                 yield tree.rows_of(x, index), y[index]
-
-
-def _without_ignored(
-    tangent: TangentModel, likelihood: Likelihood, x: Any, y: Any, running: Running
-) -> tuple[Any, Any]:
-    """A batch without examples whose every target is ignored: they count, and no factor of the curvature sees them."""
-    rows = likelihood.kept(y) if isinstance(y, Tensor) and y.ndim else None
-    if rows is None or bool(rows.all()) or not tangent.separable(x):
-        return x, y
-    running.count(y[~rows], {})
-    return tree.map_tensors(lambda t: t[rows], x), y[rows]
 
 
 def flat_outputs(f: Tensor) -> Tensor:

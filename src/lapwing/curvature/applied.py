@@ -21,19 +21,8 @@ from lapwing.tangent.kernels import plain_kernels
 
 SURE_ROWS = 8  # that sum to 1, before it is called no chance
 SURE_VALUES = 32  # that lie in [0, 1], before it is
-MOVES = (
-    "View",
-    "UnsafeView",
-    "Reshape",
-    "Squeeze",
-    "Unsqueeze",
-    "Transpose",
-    "Permute",
-    "T",
-    "Select",
-    "Slice",
-    "Clone",
-)
+VIEWS = "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Permute", "T"
+MOVES = (*VIEWS, "Select", "Slice", "Clone")
 
 
 def applied(tangent: TangentModel, likelihood: Likelihood, f: Tensor, x: Any) -> tuple[bool, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import FrameType
@@ -154,6 +154,10 @@ class Record:
         batched = {n: g for n, g in zip(names, found, strict=True) if g is not None}
         return proof.agree(batched, dict(zip(names, want, strict=True)), w, self.tangent.eps)
 
+    def gradients(self, of: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:
+        """Those of uᵀf by other tensors of the run, such as its weights, for one cotangent u (n, ..., c)."""
+        return self.reverse(lambda: self._grad(of, u))
+
     def reverse(self, run: Callable[[], T]) -> T:
         """A reverse pass with the weights and the mode of this run: it may run layers again (checkpoints), which must
         then run in the steps that they ran in."""
@@ -218,13 +222,11 @@ class Capture:
         params, order = as_it_is if self.clone_all else self.tangent.ordered(x)  # the proof runs it as it is
         leaves = {n: p.detach().requires_grad_(n in names) for n, p in params.items()}
         record = Record(self.tangent, self.parts, torch.empty(0), {}, {}, self.columns_at_once, leaves)
-        handles = list(self._hooks(record))
-        try:
-            with torch.enable_grad(), evaluating(model), plain_kernels(), self._in_steps(record), order:
+        with ExitStack() as hooks, torch.enable_grad(), evaluating(model), plain_kernels():
+            for handle in self._hooks(record):
+                hooks.callback(handle.remove)
+            with self._in_steps(record), order:
                 record.f = self.tangent.apply(leaves, x)
-        finally:
-            for handle in handles:
-                handle.remove()
         self._check_unused(record)
         if not self.clone_all and not self.tangent.separable(x):
             self._check_apart(record)
@@ -236,10 +238,7 @@ class Capture:
         if not names or not record.f.requires_grad:
             return
         leaves, zero = [record.leaves[n] for n in names], torch.zeros_like(record.f)
-        found = record.reverse(
-            lambda: torch.autograd.grad(record.f, leaves, zero, retain_graph=True, allow_unused=True)
-        )
-        for name, gradient in zip(names, found, strict=True):
+        for name, gradient in zip(names, record.gradients(leaves, zero), strict=True):
             if gradient is not None:
                 raise Changed(f"{name} was not used on the first batch and is now")
 

@@ -236,12 +236,10 @@ class Journal:
 
     def _compare(self, position: int, mark: list[int]) -> None:
         seen = self.marks[position - 1]
-        if mark == seen:
-            return
-        found = "others than" if mark[1] == seen[1] else f"{mark[1]} examples, not"
-        raise InvalidValue(
-            f"{self._had} other data: batch {position} now holds {found} the {seen[1]} of then; {self._do}"
-        )
+        if mark != seen:
+            found = "others than" if mark[1] == seen[1] else f"{mark[1]} examples, not"
+            now = f"batch {position} now holds {found} the {seen[1]} of then"
+            raise InvalidValue(f"{self._had} other data: {now}; {self._do}")
 
     @property
     def _had(self) -> str:

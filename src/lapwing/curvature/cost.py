@@ -42,8 +42,7 @@ HEAP = 1.4  # bytes that the process grows by for a byte of passing tensors: gap
 class Rates:
     """Seconds, on this machine."""
 
-    gradient: float  # of an example, in a batch
-    forward: float
+    gradient: float  # of an example, in a batch; a third of it is the run forward
     read: float  # of an example, by the loader
     product: float  # of a multiplication and addition in matrix products, float64
     product32: float
@@ -215,23 +214,20 @@ def of_parts(task: Task, kind_of: Callable[[Part], str]) -> Needs:
     kinds = [(part, kind_of(part)) for part in task.parts if part.kind != "unused"]
     each = [KINDS[kind][1](part, task) for part, kind in kinds]
     names = ("state", "factors", "fit", "tune", "predict", "solve", "factorize")
-    state, factors, fit, tune, predict, solve, factorize = (sum(getattr(one, name) for one in each) for name in names)
-    transient, kept = max((one.passing for one in each), default=0), state + factors
+    total = {name: sum(getattr(one, name) for one in each) for name in names}
+    kept, transient = total["state"] + total["factors"], max((one.passing for one in each), default=0)
     gradients = sum(4 * task.positions.get(part.name, 1) * part.shape[0] * part.shape[1] for part in task.parts)
     fitting = min(task.working, 3 * task.batch_size * gradients * task.columns)
+    total["fit"] = task.n * (total["fit"] + task.backward(task.columns))
+    total["tune"] += task.evaluations(task.size, len(task.parts))
+    total["predict"] = NEW * (total["predict"] + task.backward(task.outputs))
     return Needs(
         memory=kept + transient + fitting,
-        fit=task.n * (fit + task.backward(task.columns)),
-        tune=tune + task.evaluations(task.size, len(task.parts)),
-        predict=NEW * (predict + task.backward(task.outputs)),
-        solve=solve,
-        factorize=factorize,
-        state=state,
-        factors=factors,
         passing=transient,
         kept=kept,
         side=max((one.side for one in each), default=0),
         note=next((note for kind, (note, _) in KINDS.items() if kind in dict(kinds).values()), ""),
+        **total,
     )
 
 
@@ -276,7 +272,7 @@ def of_rows(task: Task) -> Needs:
     return Needs(
         memory=inputs + 8 * sides * (m + new) + rows + 8 * max(5 * m**2, 2 * m**2 + 7 * m * new),
         kept=inputs + 8 * sides * m + rows / 2 + 24 * m**2,
-        fit=n * rates.forward,
+        fit=n * task.backward(0),
         tune=make + m**2 * entry + rates.eigenvalues(m) + rates.cholesky(m) + task.evaluations(m),
         predict=new * (m * (entry + 0.75 * m * rates.product) + wide * rates.element)
         + NEW * task.backward(task.outputs)

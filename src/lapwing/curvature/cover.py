@@ -9,6 +9,7 @@ never gets there) and is treated by an exact generic block. Nothing is dropped; 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import rule_for
 from lapwing.errors import InvalidValue, NetworkFailed
-from lapwing.tangent import TangentModel
+from lapwing.tangent import TangentModel, proof
 
 PROBE = 4  # examples
 
@@ -44,19 +45,13 @@ def _cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
     proved, why = _prove(tangent, candidates, x)
     reasons |= why
     claimed = {n for part in proved for n in part.parameters}
-    rest = [
-        Part(
-            n,
-            "unused" if gradient[n] is None else "",
-            n,
-            None,
-            (1, 1, tangent.layout.numel(n)),
-            generic=True,
-            reason="no output depends on it" if gradient[n] is None else reasons.get(n, "a bare parameter"),
-        )
-        for n in tangent.layout.names
-        if n not in claimed
-    ]
+    rest = []
+    for n in tangent.layout.names:
+        if n not in claimed:
+            kind, reason = "", reasons.get(n, "a bare parameter")
+            if gradient[n] is None:
+                kind, reason = "unused", "no output depends on it"
+            rest.append(Part(n, kind, n, None, (1, 1, tangent.layout.numel(n)), generic=True, reason=reason))
     order = {n: i for i, n in enumerate(tangent.layout.names)}
     return tuple(sorted([*proved, *rest], key=lambda part: order[part.parameters[0]]))
 
@@ -123,25 +118,19 @@ def _named(module: nn.Module, local: str | None, names: dict[int, str]) -> str:
 
 def _called_once(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
     calls: Counter[str] = Counter()
-    modules = dict(tangent.model.named_modules())
-    handles = [
-        modules[path].register_forward_hook(lambda _m, _i, _o, path=path: calls.update([path]))
-        for path in {part.module for part in parts}
-    ]
-    try:
+    with ExitStack() as hooks:
+        for path in {part.module for part in parts}:
+            module = tangent.model.get_submodule(path)
+            hook = module.register_forward_hook(lambda _m, _i, _o, path=path: calls.update([path]))
+            hooks.callback(hook.remove)
         tangent(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    reasons = {
-        n: "its module is not called itself"
-        if calls[p.module] == 0
-        else f"its module is called {calls[p.module]} times"
-        for p in parts
-        for n in p.parameters
-        if calls[p.module] != 1
-    }
-    return [p for p in parts if calls[p.module] == 1], reasons
+    reasons: dict[str, str] = {}
+    for part in parts:
+        count = calls[part.module]
+        if count != 1:
+            why = f"its module is called {count} times" if count else "its module is not called itself"
+            reasons |= dict.fromkeys(part.parameters, why)
+    return [part for part in parts if calls[part.module] == 1], reasons
 
 
 def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
@@ -191,7 +180,7 @@ def _run_in_steps(tangent: TangentModel, record: Record, x: Any) -> bool:
     if not outs:
         return True
     try:  # without reading the gradients: rows of other layers may be of some examples only
-        record.reverse(lambda: torch.autograd.grad(record.f, outs, zero, retain_graph=True, allow_unused=True))
+        record.gradients(outs, zero)
     except NetworkFailed:
         return False
     return True
@@ -200,15 +189,9 @@ def _run_in_steps(tangent: TangentModel, record: Record, x: Any) -> bool:
 def _proved_nearby(tangent: TangentModel, parts: list[Part], x: Any) -> list[Part]:
     """The parts whose rule is right at weights moved by about their own size, a few times over; where the network
     does not stand that, there is nothing against them."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        moved = {}
-        for n, p in tangent.params.items():
-            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
-            size = p.square().mean().sqrt()
-            moved[n] = p + noise * torch.where(size > 0, size, torch.ones_like(size))
+    for nearby in proof.moved(tangent):
         try:
-            record = Capture(replace(tangent, params=moved), tuple(parts), clone_all=True).run(x)
+            record = Capture(nearby, tuple(parts), clone_all=True).run(x)
             if bool(torch.isfinite(record.f).all()) and len(record.called) == len(parts):
                 parts, _ = _proved(record, parts)
         except (RuntimeError, ValueError):
@@ -236,10 +219,7 @@ def _gradients(record: Record, names: list[str], cotangent: Tensor) -> dict[str,
     if not names or not record.f.requires_grad:
         return dict.fromkeys(names)
     leaves = [record.leaves[name] for name in names]
-    found = record.reverse(
-        lambda: torch.autograd.grad(record.f, leaves, cotangent, retain_graph=True, allow_unused=True)
-    )
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, record.gradients(leaves, cotangent), strict=True))
 
 
 def _uses(record: Record) -> Counter[str]:
@@ -289,9 +269,8 @@ def _example_agrees(part: Part, view: Any, g: Tensor, e: int, truth: dict[str, T
 
 def explain(part: Part, model: nn.Module) -> str:
     """What a parameter of this part gets, in words."""
-    what = {"kron": "Kronecker", "dense": "exact block", "diagonal": "exact diagonal", "unused": "prior only"}[
-        part.kind
-    ]
+    words = {"kron": "Kronecker", "dense": "exact block", "diagonal": "exact diagonal", "unused": "prior only"}
+    what = words[part.kind]
     if not part.generic:
         rule = f"{what} ({type(model.get_submodule(part.module)).__name__} rule)"
         return f"{rule}: {part.reason}" if part.reason else rule

@@ -2,7 +2,9 @@
 
     G v = Σ_n J_nᵀ Λ_n (J_n v)          one push, one pull and one run of the network a batch, for all vectors at once
 
-Memory is that of the vectors, whatever the numbers of data and outputs. Every pass is held to the data of the fit.
+Memory is that of the vectors, whatever the numbers of data and outputs. Every pass is held to the data of the fit by
+sums that do not depend on the order: the number of examples, a digest of the targets, and the likelihood's statistics
+of the network's outputs.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
+from lapwing import tree
 from lapwing.curvature import overflow
 from lapwing.curvature.accumulate import accumulate, flat_outputs
 from lapwing.curvature.layered import Diagonal
 from lapwing.curvature.products import carry, pieces
-from lapwing.curvature.same_data import Watch
-from lapwing.curvature.state import State
+from lapwing.curvature.state import State, differing
 from lapwing.curvature.structure import BUDGET
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
@@ -122,16 +124,12 @@ class DataRoot:
             watch.see(outputs[0], y)
         squares += torch.cat(found)
         if not bool(torch.isfinite(total.sum())):
-            names, largest = overflow.not_finite(self.tangent, x), float(v.abs().max())
-            why = (
-                overflow.not_finite_by(names, self.tangent)
-                if names
-                else f"a product with numbers up to {largest:.2g} overflows; raise the prior precision, or "
-                + overflow.remedy(self.tangent)
-            )
-            raise InvalidValue(
-                f"NaN or infinite values in batch {self.counter['batch']} of pass {self.passes} over the data: {why}"
-            )
+            why = f"a product with numbers up to {float(v.abs().max()):.2g} overflows; raise the prior precision, or "
+            why += overflow.remedy(self.tangent)
+            if names := overflow.not_finite(self.tangent, x):
+                why = overflow.not_finite_by(names, self.tangent)
+            where = f"batch {self.counter['batch']} of pass {self.passes} over the data"
+            raise InvalidValue(f"NaN or infinite values in {where}: {why}")
 
     def _weighted(self, f: Tensor, y: Tensor, jv: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Λ J v under the weights, (k, m, c), and (J v)ᵀΛ_h(J v), (k, h)."""
@@ -233,10 +231,51 @@ class DataRoot:
         self.counter["batches"] = count
 
 
-def source(
-    state: State, likelihood: Likelihood, weights: int, batches: Iterable[Any], memory_budget: int = BUDGET
-) -> DataRoot:
+def source(state: State, likelihood: Likelihood, weights: int, batches: Iterable[Any], budget: int) -> DataRoot:
     """Products over the data of a state."""
-    return DataRoot(
-        state.tangent, likelihood.unit, batches, state.n, state.targets, dict(state.statistics), weights, memory_budget
-    )
+    fitted = state.n, state.targets, dict(state.statistics)
+    return DataRoot(state.tangent, likelihood.unit, batches, *fitted, weights, budget)
+
+
+@dataclass
+class Watch:
+    """One pass, held to the data of the fit: their number, targets and the network's outputs, in any order."""
+
+    root: DataRoot  # what the pass is of: the fit's number, digest and statistics
+    n: int = 0
+    targets: int = 0
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+    def see(self, f: Tensor, y: Tensor) -> None:
+        """Outputs (m, c), one row a position, and targets."""
+        if not bool(torch.isfinite(f).all()):
+            raise InvalidValue(
+                f"the network's outputs hold NaN or infinite values in batch {self.root.counter['batch']} of pass "
+                f"{self.root.passes} over the data, though not in the fit: matrix-free needs the same data each "
+                "pass"
+            )
+        self.n += len(y)
+        self.targets = (self.targets + tree.digest(y)) % 2**64
+        for key, value in self.root.likelihood.statistics(f, self.root.likelihood.rows(y, len(f))).items():
+            self.statistics[key] = self.statistics[key] + value if key in self.statistics else value
+
+    def check(self) -> None:
+        """Raise unless the pass was over the data of the fit, on all ranks together."""
+        mine = [self.statistics.get(key, torch.zeros_like(value)) for key, value in self.root.statistics.items()]
+        counts = torch.tensor([self.n, (self.targets + 2**63) % 2**64 - 2**63])  # sums wrap modulo 2⁶⁴
+        *found_sums, counts = self.root.ranks.total([*mine, counts], "a pass over the data")
+        statistics = dict(zip(self.root.statistics, found_sums, strict=True))
+        n, targets = int(counts[0]), int(counts[1]) % 2**64
+        found = ""
+        if n != self.root.n:
+            found = f"{n} examples, not {self.root.n}"
+        elif self.root.targets is not None and targets != self.root.targets:
+            found = "other targets"
+        else:
+            apart = differing(statistics, self.root.statistics)
+            found = f"another {apart} of the network's outputs" if apart else ""
+        if found:
+            raise InvalidValue(
+                f"matrix-free needs the same data each pass: pass {self.root.passes} had {found}; give a loader "
+                "without augmentation, dropped batches or sampling with replacement (shuffling does no harm)"
+            )

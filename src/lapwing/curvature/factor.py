@@ -44,7 +44,9 @@ class Factor:
 
 
 def output_factor(factor: Factor, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
-    """S (m, c, k) for outputs f (m, c) and targets y, one row a position."""
+    """S (m, c, k) for outputs f (m, c) and targets y, one row a position; of a Hessian, which has none, zeros."""
+    if factor.kind == "hessian":
+        return f.new_zeros(len(f), 1, 1)
     if factor.kind == "exact":
         return likelihood.curvature_root(f, y)
     if factor.kind == "empirical":

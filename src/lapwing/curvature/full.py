@@ -91,11 +91,9 @@ class Full(Structure):
         weights = len(likelihood.curvature_weights(factor.kind))
         if factor.kind == "hessian":
             return HessianSum(tangent, likelihood, weights)
-        return (
-            DualRows(tangent, likelihood.paired)
-            if self.form == "dual"
-            else GramSum(tangent, cover(tangent, probe.inputs), weights, self.memory_budget)
-        )
+        if self.form == "dual":
+            return DualRows(tangent, likelihood.paired)
+        return GramSum(tangent, cover(tangent, probe.inputs), weights, self.memory_budget)
 
     def operator(self, state: State, weights: Tensor) -> Any:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
@@ -143,8 +141,8 @@ def check_batches(tangent: TangentModel, batches: Iterable[tuple[Any, Tensor]]) 
     for i, (x, u) in enumerate(batches):
         f = tangent(x)
         if u.ndim < 3 or f.shape != (len(u), *u.shape[2:]) or f.dtype != u.dtype:
-            shapes = f"outputs {f.dtype} {tuple(f.shape)} and cotangents {u.dtype} {tuple(u.shape)}"
-            raise InvalidValue(f"batch {i} has {shapes}")
+            cotangents = f"{u.dtype} {tuple(u.shape)}"
+            raise InvalidValue(f"batch {i} has outputs {f.dtype} {tuple(f.shape)} and cotangents {cotangents}")
 
 
 class GramSum:
@@ -179,13 +177,12 @@ class GramSum:
         outer = self.maker.outer(self.record, u)
         if outer is not None:
             self._add_outer(outer)
-            del self.record
-            return
-        each = 8 * self.maker.width
-        for rows in self.maker.rows(self.record, x, u, self.budget // 4):
-            self.held.append(rows)
-            if sum(r.shape[0] * r.shape[1] for r in self.held) >= max(1, min(GATHERED_ROWS, self.budget // (4 * each))):
-                self.flush()
+        else:
+            most = max(1, min(GATHERED_ROWS, self.budget // (32 * self.maker.width)))
+            for rows in self.maker.rows(self.record, x, u, self.budget // 4):
+                self.held.append(rows)
+                if sum(r.shape[0] * r.shape[1] for r in self.held) >= most:
+                    self.flush()
         del self.record
 
     def _add_outer(self, rows: OuterRows) -> None:

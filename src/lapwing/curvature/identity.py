@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.curvature.factor import Factor
-from lapwing.curvature.state import State
-from lapwing.likelihoods import Likelihood
-from lapwing.tangent import TangentModel
+
+if TYPE_CHECKING:
+    from lapwing.curvature.accumulate import Pass
+    from lapwing.curvature.state import State
 
 
-def identity(
-    tangent: TangentModel,
-    likelihood: Likelihood,
-    factor: Factor,
-    n: int,
-    first: Any,
-    generator: torch.Generator,
-    basis: State | None,
-) -> dict[str, Any]:
-    """What a fit is of, in words; bits follow from it, the structure and the data."""
+def identity(one: Pass, first: Any, basis: State | None) -> dict[str, Any]:
+    """What a fit is of, in words; bits follow from it, the structure and the data. first: the first inputs."""
+    tangent, likelihood = one.tangent, one.likelihood
     hyperparameters = {name: value.tolist() for name, value in likelihood.hyperparameters.items()}
     given = {} if basis is None else basis.basis or basis.sums
     return {
         "the version of torch": torch.__version__,
         "the device": tangent.device.type,
-        "the output factor": repr(factor),
+        "the output factor": repr(one.factor),
         "the likelihood": f"{likelihood.kind}{hyperparameters or ''}",
         "the set of parameters": {n: list(s) for n, s in tangent.layout.shapes.items()},
         "the masks of parameters": tree.fingerprints(tangent.layout.masks),
         "the use of a forward= hook": tangent.custom_forward,
         **{f"the value of {name}": mark for name, mark in tangent.fingerprints().items()},
-        "the number of examples": n,
+        "the number of examples": one.seen.n,
         "the first of the data": digest(first),
-        "the state of the generator at the start": tree.fingerprints({"": generator.get_state()})[""],
+        "the state of the generator at the start": tree.fingerprints({"": one.generator.get_state()})[""],
         "the basis given": tree.fingerprints(given),
     }
 

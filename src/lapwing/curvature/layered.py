@@ -88,11 +88,11 @@ class Layered(Structure):
 
     def parts(self, tangent: TangentModel, x: Any) -> tuple[Part, ...]:
         """The parts of the network, and how each is treated."""
-        found = cover(tangent, x)
-        return tuple(
-            part if part.kind == "unused" else replace(part, kind=self.kind_of(part), reason=self.why(part))
-            for part in found
-        )
+
+        def treated(part: Part) -> Part:
+            return part if part.kind == "unused" else replace(part, kind=self.kind_of(part), reason=self.why(part))
+
+        return tuple(map(treated, cover(tangent, x)))
 
     def why(self, part: Part) -> str:
         """Why a part is treated as it is, where that is not plain from its rule."""

@@ -137,18 +137,12 @@ class MatrixFree(Structure):
     def operator(self, state: State, weights: Tensor) -> Streamed:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         near = self.companion(state)
-        tolerance = self.tolerance or (FINE if state.tangent.dtype == torch.float64 else COARSE)
-        if not self.tolerance and self.solver == "sgd":
-            tolerance = STOCHASTIC
-        return Streamed(
-            state.source,
-            weights,
-            near.structure.operator(near, weights.detach()),
-            SolvePlan(
-                self.samples, self.solver, self.preconditioner, tolerance, self.max_steps, self.seed, self.memory_budget
-            ),
-            memo=state.factorizations(MatrixFreeMemo).samples,
-        )
+        usual = FINE if state.tangent.dtype == torch.float64 else COARSE
+        tolerance = self.tolerance or (STOCHASTIC if self.solver == "sgd" else usual)
+        how = self.samples, self.solver, self.preconditioner, tolerance, self.max_steps, self.seed, self.memory_budget
+        companion = near.structure.operator(near, weights.detach())
+        memo = state.factorizations(MatrixFreeMemo).samples
+        return Streamed(state.source, weights, companion, SolvePlan(*how), memo=memo)
 
     def gathered(self, state: State, precision: Streamed) -> State:
         """The state with the samples of a precision made of it, once they are all on this rank."""

@@ -1,10 +1,9 @@
 """Products with the Jacobian of a whole data set, streamed: what needs J but never its rows.
 
-    transport(tangent, batches, V, middle)  =  Σ_n J_nᵀ middle(f_n, J_n V, y_n)        V (k, p) -> (k, p)
+    gauss_newton(tangent, likelihood, batches, V)  =  Σ_n J_nᵀ Λ_n J_n V        Λ_n = S_n S_nᵀ,  V (k, p) -> (k, p)
 
 All k vectors share the network's run at its weights: one run forward and one backward a batch, beside which each vector
-costs a push and a pull. With Λ_n = S_n S_nᵀ in the middle it is the generalized Gauss-Newton product G V
-(`gauss_newton`); with a score in the middle it is a gradient of the tangent model.
+costs a push and a pull.
 """
 
 from __future__ import annotations
@@ -26,25 +25,23 @@ SMALL = 2**18  # numbers in the vectors of a small network, which are pushed thr
 MAX_VECTORS_TIMES_EXAMPLES = 128  # that convolutions run on at once: more leave the caches
 MAX_EXAMPLES = 64  # of them
 
-Middle = Callable[[Tensor, Tensor, Any], Tensor]  # f (m, c), J V (k, m, c), y of a batch -> (k, m, c), a row a position
-
 
 @torch.inference_mode(False)
-def transport(
-    tangent: TangentModel, batches: Iterable[Any], v: Tensor, middle: Middle, progress: bool = False, label: str = ""
+def gauss_newton(
+    tangent: TangentModel, likelihood: Likelihood, batches: Iterable[Any], v: Tensor, progress: bool = False
 ) -> Tensor:
-    """Σ_n J_nᵀ middle(f_n, J_n v, y_n) over the data, in float64."""
+    """G v for vectors v (k, p), with the exact output factor: (k, p), float64."""
     ranks = loading.ranks_of(batches)
     v = ranks.same(v, "vectors of a product")
     total = torch.zeros(v.shape, dtype=torch.float64, device=tangent.device)
     with ranks.sharing_errors("a product"):
-        for x, y in loading.passes(batches, tangent.device, progress, label or "products"):
+        for x, y in loading.passes(batches, tangent.device, progress, "products"):
             for piece, targets in pieces(tangent, x, y, len(v)):
 
-                def between(f: Tensor, jv: Tensor, y: Any = targets) -> Tensor:
-                    return middle(f, jv, y)
+                def middle(f: Tensor, jv: Tensor, y: Any = targets) -> Tensor:
+                    return output_curvature(likelihood, f, likelihood.rows(y, len(f)), jv)
 
-                carry(tangent, piece, v, between, total)
+                carry(tangent, piece, v, middle, total)
     return ranks.total([total], "a product")[0]
 
 
@@ -80,9 +77,6 @@ def pieces(tangent: TangentModel, x: Any, y: Any, k: int) -> Iterator[tuple[Any,
         yield tree.rows_of(x, index), y[index]
 
 
-# -- the middle ---------------------------------------------------------------------------------------------------
-
-
 def output_curvature(likelihood: Likelihood, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
     """Λ v at outputs f (m, c) and their targets, at the likelihood's own noise: v (k, m, c) -> (k, m, c)."""
     weights = likelihood.curvature_weights("exact")
@@ -92,14 +86,3 @@ def output_curvature(likelihood: Likelihood, f: Tensor, y: Tensor, v: Tensor) ->
     root = likelihood.curvature_root(f, y)  # (m, c, q), unit scale
     inner = torch.einsum("mcq,kmc->kmq", root, v.to(root))
     return torch.einsum("mcq,kmq->kmc", root, inner * weights.to(root))
-
-
-def gauss_newton(
-    tangent: TangentModel, likelihood: Likelihood, batches: Iterable[Any], v: Tensor, progress: bool = False
-) -> Tensor:
-    """G v for vectors v (k, p), with the exact output factor: (k, p), float64."""
-
-    def middle(f: Tensor, jv: Tensor, y: Any) -> Tensor:
-        return output_curvature(likelihood, f, likelihood.rows(y, len(f)), jv)
-
-    return transport(tangent, batches, v, middle, progress)

@@ -95,11 +95,8 @@ class Exchange(Meeting):
         padded = torch.cat([flat, flat.new_zeros(longest - len(flat))]).to(self.device)
         found = [torch.empty_like(padded) for _ in brought]
         self._call("gather", longest, dist.all_gather, found, padded)
-        return [
-            one
-            for (_, theirs), data in zip(brought, found, strict=True)
-            for one in _unpacked(theirs, data.cpu(), device)
-        ]
+        each = (_unpacked(theirs, data.cpu(), device) for (_, theirs), data in zip(brought, found, strict=True))
+        return [one for theirs in each for one in theirs]
 
 
 @dataclass(frozen=True)
@@ -117,11 +114,8 @@ class _Packed:
 def _unpacked(things: Any, data: Tensor, device: torch.device) -> Any:
     """Trees with their tensors again, from the bytes of all of them in order."""
     leaves, spec = pytree.tree_flatten(things)
-    pieces = iter(
-        data[: sum(leaf.size for leaf in leaves if isinstance(leaf, _Packed))].split(
-            [leaf.size for leaf in leaves if isinstance(leaf, _Packed)]
-        )
-    )
+    sizes = [leaf.size for leaf in leaves if isinstance(leaf, _Packed)]
+    pieces = iter(data[: sum(sizes)].split(sizes))
     filled = [
         next(pieces).clone().view(leaf.dtype).reshape(leaf.shape).to(device) if isinstance(leaf, _Packed) else leaf
         for leaf in leaves

@@ -32,9 +32,7 @@ class Meeting:
     """Processes that meet, raise together and gather small things; one alone without a group."""
 
     group: Any = None
-    traffic: Counter[str] = field(
-        default_factory=Counter
-    )  # it grows with every call: what was sent is no part of who sends
+    traffic: Counter[str] = field(default_factory=Counter)  # it grows with every call, and is no part of who sends
 
     @property
     def size(self) -> int:
@@ -88,12 +86,8 @@ class Meeting:
             raise _shared(RankFailed(f"{what} failed on another rank, and so on all. {reasons}"))
         if len({int(one[1]) for one in found}) > 1:
             places = "; ".join(f"rank {r}: {place}" for r, place in enumerate(self.gather(what)))
-            raise _shared(
-                RankFailed(
-                    f"the ranks are out of step. {places}. Every rank must call the same methods, with the same "
-                    "arguments and in the same order"
-                )
-            )
+            do = "Every rank must call the same methods, with the same arguments and in the same order"
+            raise _shared(RankFailed(f"the ranks are out of step. {places}. {do}"))
         return [one[2 : 2 + len(brought)] for one in found]
 
     def gather(self, thing: Any, what: str = "") -> list[Any]:
@@ -116,14 +110,12 @@ class Meeting:
         try:
             collective(*args, group=self.group)
         except RuntimeError as error:
-            raise _shared(
-                RankFailed(
-                    f"rank {self.rank} of {self.size} lost the group ({error}). A process died, does not call what the "
-                    "others call, or took longer than the group's timeout: look for the first error in the output of "
-                    "the other ranks; then start all of them again, with a longer init_process_group(timeout=) if one "
-                    "is slow"
-                )
-            ) from error
+            message = (
+                f"rank {self.rank} of {self.size} lost the group ({error}). A process died, does not call what the "
+                "others call, or took longer than the group's timeout: look for the first error in the output of the "
+                "other ranks; then start all of them again, with a longer init_process_group(timeout=) if one is slow"
+            )
+            raise _shared(RankFailed(message)) from error
         self._count(kind, size)
 
     def _count(self, kind: str, size: int) -> None:

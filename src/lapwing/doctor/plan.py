@@ -1,5 +1,8 @@
 """The plan: what each structure would take in memory and time, and which one to use.
 
+What it takes is what a structure says of itself (curvature/cost.py) at the rates of this machine, and, where that is
+small enough, a trial on a batch (trial.py) in place of what it tells better.
+
 Times are told in gradients, so that they mean the same on every machine: seconds over those of a gradient, as in
 training, reading included.
 """
@@ -13,21 +16,25 @@ from typing import Any
 
 import torch
 
-from lapwing import arguments
-from lapwing.curvature import BUDGET
-from lapwing.curvature.cost import NEW, Needs, Rates, Task
+from lapwing import arguments, tree
+from lapwing.curvature import BUDGET, Probe
+from lapwing.curvature.cost import EVIDENCE, HEAP, NEW, Needs, Rates, Task
 from lapwing.curvature.memory import physical_memory
 from lapwing.curvature.structure import covered
-from lapwing.doctor.needs import measure, needs_of, resolved, survey
+from lapwing.doctor import trial
 from lapwing.doctor.reading import Batch, Excerpt
 from lapwing.doctor.report import Cost
-from lapwing.doctor.trial import gradient_seconds, jacobian_seconds
+from lapwing.doctor.tangent import centered
 from lapwing.errors import InvalidValue, LapwingError
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 
 AUTO, LAST = "auto", "last_layer"  # what laplace may be told
 FAILS = (LapwingError, RuntimeError, ValueError, TypeError, NotImplementedError)  # of the user's model, in a trial
+ASSUMED = 10_000  # examples, where the data do not tell
+TRY = 2**28  # bytes of state that a trial may make
+TRY_DENSE = 1500  # side of a dense block that a trial may factorize
+PIECES = 1.7  # bytes that the process grows by for a byte of passing tensors, where many pieces pass
 LIBRARIES = 16 * 2**20  # bytes of buffers that torch's libraries keep for themselves
 
 
@@ -66,7 +73,7 @@ def draw_up(
         tasks[LAST], options[LAST] = small, (AUTO, resolved(AUTO, small))
         found = _needs(small, {LAST: options[LAST][1]}, failures)
         needs |= {name: replace(one, note=arguments.automatic(small.probe)) for name, one in found.items()}
-    again = gradient_seconds(tangent, likelihood, sample.first)  # before and after: the load of a machine varies
+    again = trial.gradient_seconds(tangent, likelihood, sample.first)  # before and after: the load of a machine varies
     unit = min(basic.gradient, again) + basic.read
     costs = {name: _cost_of(one, task, unit, limit) for name, one in needs.items()}
     choice = _choose([name for name in options if name in costs], costs, failures)
@@ -106,7 +113,7 @@ def _cost_of(found: Needs, task: Task, unit: float, limit: int) -> Cost:
 def _rates(basic: Rates, tangent: TangentModel, batch: Batch, failures: dict[str, str]) -> Rates:
     """With the seconds of products with J; they stay unknown where J cannot be multiplied by, and why."""
     try:
-        push, pull = jacobian_seconds(tangent, batch)
+        push, pull = trial.jacobian_seconds(tangent, batch)
     except FAILS as error:
         failures["center='tangent'"] = _first_line(error)
         return basic
@@ -143,6 +150,62 @@ def _treatment(task: Task, structure: Any) -> dict[str, str]:
     treated = covered(structure, () if parts is None else parts(tangent, task.probe.inputs), tangent)
     frozen = [name for name, _ in tangent.model.named_parameters() if name not in treated]
     return treated | dict.fromkeys(frozen, "frozen")
+
+
+# -- what a structure takes ------------------------------------------------------------------------------------------
+
+
+def measure(tangent: TangentModel, likelihood: Likelihood, sample: Excerpt) -> Rates:
+    """What this machine takes for a gradient, a forward pass, a product and the like."""
+    gradient = trial.gradient_seconds(tangent, likelihood, sample.first)
+    return Rates(gradient, sample.seconds, **trial.algebra_seconds(tangent.device))
+
+
+def survey(tangent: TangentModel, likelihood: Likelihood, sample: Excerpt, working: int, rates: Rates) -> Task:
+    """The task of fitting this network to these data; `working` are the bytes of memory_budget."""
+    x, _ = sample.first
+    few = tree.rows_of(x, slice(0, 4)) if tangent.separable(x) else x
+    f, weights = tangent(few), len(likelihood.curvature_weights())
+    seen = Probe(sample.n or ASSUMED, f[0, ..., 0].numel(), f.shape[-1], tangent.layout.size, few, weights)
+    factor = arguments.as_factor("auto", seen, likelihood)
+    task = Task(tangent, likelihood, factor, seen, sample.first, sample.batch, working, rates, bool(sample.n))
+    return task.with_parts()
+
+
+def under(structure: Any, task: Task) -> Task:
+    """With the output factor that a fit of this structure takes."""
+    return replace(task, factor=arguments.as_factor("auto", task.probe, task.likelihood, structure))
+
+
+def resolved(structure: Any, task: Task) -> Any:
+    """A structure, or one by its name, as it will be fitted."""
+    found = arguments.as_structure(structure, task.probe, task.working)
+    return found.resolved(task.probe, under(found, task).factor)
+
+
+def needs_of(structure: Any, task: Task) -> Needs | None:
+    """Bytes and seconds of a structure; None where they grow with data whose number is not known."""
+    task = under(structure, task)
+    says = getattr(structure, "needs", None)
+    found = Needs() if says is None else says(task)
+    if found.grows and not task.counted:
+        return None
+    small = found.state + found.factors + found.passing <= TRY and found.side <= TRY_DENSE
+    found = _tried(structure, found, task) if small else found
+    return centered(replace(found, fit=found.fit + found.passes * task.n * task.rates.read), task)
+
+
+def _tried(structure: Any, found: Needs, task: Task) -> Needs:
+    tried = trial.try_fit(structure, task.tangent, task.likelihood, task.factor, task.probe, task.batch)
+    found = replace(found, fit=tried.once + task.n * tried.example)
+    if found.grows:
+        return found
+    pushed = trial.try_predict(tried.state, task.likelihood, task.batch[0], task.working)
+    memory, held = found.memory, PIECES * pushed.work + pushed.handed_out
+    if found.by_batch:
+        fitting = HEAP * (tried.peak - found.state) * max(1.0, task.batch_size / tried.examples)
+        memory = found.state + max(fitting, max(found.factors, EVIDENCE * task.size) + found.passing)
+    return replace(found, predict=pushed.thousand, memory=max(memory, found.state + found.factors + held))
 
 
 def free_memory(device: torch.device) -> int:

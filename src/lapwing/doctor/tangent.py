@@ -41,7 +41,7 @@ def _streamed(need: Needs, task: Task) -> Needs:
     search = SEARCH + (SWEEPS * known / 2 * (p + m) + LINES * m) * rates.element
     a_pass = n * (rates.read + (rates.push + rates.pull) / 2) + SOLVES * need.solve + search / 2
     a_pass += need.factorize * SOLVES / 8  # hyperparameters move every few passes
-    reading = n * (2 * rates.read + rates.forward + task.backward(2 * PROBES))
+    reading = n * (2 * rates.read + task.backward(0) + task.backward(2 * PROBES))
     work = 16 * known * (p + m) + 24 * known * m  # directions twice, and what the search makes of their images
     return replace(need, tangent=need.tune + reading + PASSES * a_pass, each=a_pass, work=work)
 

@@ -142,11 +142,6 @@ def gradient_seconds(tangent: TangentModel, likelihood: Likelihood, batch: Batch
     return seconds(run, tangent.device) / len(y)
 
 
-def forward_seconds(tangent: TangentModel, x: Any, n: int) -> float:
-    """Seconds of a forward pass, an example."""
-    return seconds(lambda: tangent(x), tangent.device) / n
-
-
 def jacobian_seconds(tangent: TangentModel, batch: Batch) -> tuple[float, float]:
     """Of J v and of Jᵀu, for one example in a pass over batches like this one; reading them is not in it."""
     x, y = batch

@@ -1,5 +1,6 @@
 """Saving and loading: what goes into a file, and the checks when it comes out."""
 
+# ruff: noqa: F401 - the names that the shell and the verbs use
 from lapwing.io.laplace import (
     SCHEMA,
     Saved,
@@ -12,21 +13,3 @@ from lapwing.io.laplace import (
     pack_state,
 )
 from lapwing.io.posteriors import Content, SavedFit, checked_fit, members_of, pack_blended, pack_fitted
-
-__all__ = [
-    "SCHEMA",
-    "Content",
-    "Saved",
-    "SavedFit",
-    "check_weights",
-    "check_writable",
-    "checked",
-    "checked_fit",
-    "members_of",
-    "pack_blended",
-    "pack_center",
-    "pack_fitted",
-    "pack_objects",
-    "pack_samples",
-    "pack_state",
-]

@@ -204,23 +204,11 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     center, at = entries.take("center", "str"), _center(entries, held, layout, likelihood, state["n"])
     if center != ("map" if at is None else "tangent" if at.constant is None else "process"):
         raise BrokenFile(f"it is centered at {center!r}, and {'has no' if at is None else 'has a'} tangent center")
-    saved = Saved(
-        layout,
-        state,
-        prior,
-        likelihood,
-        center,
-        at,
-        tuning,
-        samples,
-        logdet,
-        entries.take("temperature", "float", math.ulp(0.0)),
-        entries.take("memory_budget", "int", 1),
-        entries.take("forward_hook", "bool"),
-    )
+    temperature, budget = entries.take("temperature", "float", math.ulp(0.0)), entries.take("memory_budget", "int", 1)
+    rest = samples, logdet, temperature, budget, entries.take("forward_hook", "bool")
     entries.done()
     held.done()
-    return saved
+    return Saved(layout, state, prior, likelihood, center, at, tuning, *rest)
 
 
 def take_layout(entries: Entries, held: Tensors) -> Layout:
@@ -384,12 +372,10 @@ def _samples(
 # -- against the network -----------------------------------------------------------------------------------------
 
 
-def check_weights(
-    tangent: TangentModel, fingerprints: dict[str, str], parameters: dict[str, list[int]], path: Any
-) -> None:
+def check_weights(tangent: TangentModel, fingerprints: dict[str, str], shapes: dict[str, list[int]], path: Any) -> None:
     """Raise, naming the first parameter that differs, unless the network is the one that was saved."""
     mine, all_weights = tangent.fingerprints(), {**tangent.constants, **tangent.embed(tangent.params)}
-    for name, shape in parameters.items():
+    for name, shape in shapes.items():
         if name not in mine:
             raise InvalidValue(f"{path} was saved from another architecture: the model has no parameter {name}")
         here = all_weights[name].shape

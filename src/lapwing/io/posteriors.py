@@ -78,20 +78,11 @@ def checked_fit(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -
     prior = unpack_object(entries.take("prior", "dict"), "prior", held)
     with sound("its prior"):
         prior.bind(layout)
-    saved = SavedFit(
-        layout,
-        take_strings(entries, "fingerprints"),
-        likelihood,
-        prior,
-        entries.take("posterior", "dict"),
-        held,
-        entries.take("n", "int", 1, 2**63),
-        entries.take("targets", "int | None", 0, 2**64 - 1),
-        entries.take("made", "str"),
-        entries.take("forward_hook", "bool"),
-    )
+    posterior, fingerprints = entries.take("posterior", "dict"), take_strings(entries, "fingerprints")
+    n, targets = entries.take("n", "int", 1, 2**63), entries.take("targets", "int | None", 0, 2**64 - 1)
+    made, hook = entries.take("made", "str"), entries.take("forward_hook", "bool")
     entries.done()
-    return saved
+    return SavedFit(layout, fingerprints, likelihood, prior, posterior, held, n, targets, made, hook)
 
 
 def pack_blended(blended: Any, path: Any) -> Content:

@@ -174,7 +174,9 @@ class Likelihood:
         raise Unsupported(f"{self.name} does not say its mean; give it a method mean(f), for predictions")
 
     def variance(self, f: Tensor) -> Tensor:
-        """Var[y | f], (..., c)."""
+        """Var[y | f], (..., c); of classes p(1 − p)."""
+        if self.classes:
+            return self.mean(f) * (1 - self.mean(f))
         raise Unsupported(f"{self.name} does not say its variance; give it a method variance(f), for predictions")
 
     def noise_covariance(self, f: Tensor) -> Tensor:
@@ -330,10 +332,9 @@ class Likelihood:
         """Raise on sums over all data that there is nothing to fit to."""
 
     def _fixed(self, method: str) -> None:
-        if self.hyperparameters:
-            raise NotImplementedError(
-                f"{self.name} has hyperparameters {list(self.hyperparameters)}; give it a {method}"
-            )
+        names = list(self.hyperparameters)
+        if names:
+            raise NotImplementedError(f"{self.name} has hyperparameters {names}; give it a {method}")
 
 
 def as_positive(name: str, value: Any) -> Tensor:

@@ -42,9 +42,6 @@ class Bernoulli(Likelihood):
     def mean(self, f: Tensor) -> Tensor:
         return torch.sigmoid(f)
 
-    def variance(self, f: Tensor) -> Tensor:
-        return self.mean(f) * (1 - self.mean(f))
-
     def class_probs(self, mean: Tensor) -> Tensor:
         """(..., c, 2); a probability that rounds to 1 does not make the other class impossible."""
         least = torch.finfo(mean.dtype).eps / 2

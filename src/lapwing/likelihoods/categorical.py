@@ -67,9 +67,6 @@ class Categorical(Likelihood):
     def mean(self, f: Tensor) -> Tensor:
         return torch.softmax(f, -1)
 
-    def variance(self, f: Tensor) -> Tensor:
-        return self.mean(f) * (1 - self.mean(f))
-
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         return F.one_hot(y.long(), f.shape[-1]).to(f) - torch.softmax(f, -1)
 

@@ -22,6 +22,7 @@ from lapwing import given
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import polarization
 from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
+from lapwing.likelihoods.gaussian import target_sums, target_variance
 
 LOW, HIGH = 1e-6, 1e3  # standard deviations, of those of the targets
 FLOOR = 1e-8  # of a direction's variance, relative to the mean: R and its inverse have Cholesky factors in float64
@@ -114,13 +115,8 @@ class CorrelatedGaussian(Likelihood):
     # -- the fit ----------------------------------------------------------------------------------------------------
 
     def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
-        f, y = f.double(), y.double()
-        return {
-            "outer": (y - f).mT @ (y - f),
-            "sum": y.sum(0),
-            "square": y.square().sum(0),
-            "count": torch.full_like(y[0], len(y)),
-        }
+        residual = y.double() - f.double()
+        return {"outer": residual.mT @ residual, **target_sums(y.double())}
 
     def shapes(self, statistics: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
         c = len(self.covariance)
@@ -164,10 +160,8 @@ class CorrelatedGaussian(Likelihood):
 
     def _target_variance(self, statistics: dict[str, Tensor]) -> Tensor:
         """1 where targets do not vary."""
-        count = statistics["count"]
-        variance = statistics["square"] / count - (statistics["sum"] / count).square()
-        floor = 1e-24 * (statistics["square"] / count).sum() + torch.finfo(torch.float64).tiny
-        return torch.where(variance > floor, variance, torch.ones_like(variance))
+        variance, rounding = target_variance(statistics)
+        return torch.where(variance > rounding, variance, torch.ones_like(variance))
 
 
 def _log(R: Tensor) -> Tensor:

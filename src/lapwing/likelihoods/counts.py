@@ -10,7 +10,7 @@ the Fisher information. r shapes the curvature, so it is a setting: fit several 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -74,41 +74,37 @@ class NegativeBinomial(_Counts):
     """Counts y of mean exp f and variance μ + μ²/r, for each output."""
 
     settings: ClassVar[tuple[str, ...]] = ("dispersion",)
-    dispersion: Tensor | float = 1.0  # r, () or (c,)
-
-    @property
-    def r(self) -> Tensor:
-        """The dispersion as a tensor, () or (c,)."""
-        assert isinstance(self.dispersion, Tensor)
-        return self.dispersion
+    dispersion: Any = 1.0  # r, a tensor () or (c,) once made
 
     def validate(self, f: Tensor, y: Tensor) -> None:
         super().validate(f, y)
-        if self.r.ndim and len(self.r) != f.shape[-1]:
-            raise InvalidValue(f"dispersion has {len(self.r)} values for {f.shape[-1]} outputs; give one, or one each")
+        r, outputs = self.dispersion, f.shape[-1]
+        if r.ndim and len(r) != outputs:
+            raise InvalidValue(f"dispersion has {len(r)} values for {outputs} outputs; give one, or one each")
 
     def log_pmf(self, f: Tensor, y: Tensor) -> Tensor:
-        y, r = y.to(f), self.r.to(f)
+        y, r = y.to(f), self.dispersion.to(f)
         log_r = r.log()
         ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
         return ways + r * log_r + y * f - (y + r) * torch.logaddexp(log_r, f)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
         """A Poisson whose rate is μ times a gamma of mean 1."""
-        r = self.r.to(f).expand(f.shape).contiguous().to(generator.device)
+        r = self.dispersion.to(f).expand(f.shape).contiguous().to(generator.device)
         rate = f.exp().to(generator.device) * torch._standard_gamma(r, generator=generator) / r
         return torch.poisson(rate, generator=generator).to(f)
 
     def variance(self, f: Tensor) -> Tensor:
-        return f.exp() + (2 * f).exp() / self.r.to(f)
+        return f.exp() + (2 * f).exp() / self.dispersion.to(f)
 
     def cdf(self, f: Tensor, y: Tensor) -> Tensor:
-        away = f - self.r.to(f).log()
-        return betainc(self.r.to(f), y.to(f).floor() + 1, torch.sigmoid(-away), torch.sigmoid(away))
+        r = self.dispersion.to(f)
+        return betainc(r, y.to(f).floor() + 1, torch.sigmoid(r.log() - f), torch.sigmoid(f - r.log()))
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        share = torch.sigmoid(self.r.to(f).log() - f)  # r/(r + μ)
+        share = torch.sigmoid(self.dispersion.to(f).log() - f)  # r/(r + μ)
         return (y.to(f) - f.exp()) * share
 
     def hessian_root(self, f: Tensor) -> Tensor:
-        return torch.diag_embed((self.r.to(f) * torch.sigmoid(f - self.r.to(f).log())).sqrt())
+        r = self.dispersion.to(f)
+        return torch.diag_embed((r * torch.sigmoid(f - r.log())).sqrt())

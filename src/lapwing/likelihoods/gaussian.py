@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,27 +29,21 @@ class Gaussian(Likelihood):
     normal: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     deviation: ClassVar[str] = "noise"
-    noise: Tensor | float = 1.0  # σ, () or (c,)
+    noise: Any = 1.0  # σ, a tensor () or (c,) once made
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_deviation("noise", self.sigma)
+        check_deviation("noise", self.noise)
 
     @property
     def per_output(self) -> bool:
         """Whether each output has its own σ."""
-        return self.sigma.ndim == 1
-
-    @property
-    def sigma(self) -> Tensor:
-        """σ as a tensor, () or (c,)."""
-        assert isinstance(self.noise, Tensor)
-        return self.noise
+        return self.noise.ndim == 1
 
     def validate(self, f: Tensor, y: Tensor) -> None:
         check_real(f, y, self.name)
-        if self.per_output and len(self.sigma) != f.shape[-1]:
-            raise InvalidValue(f"noise has {len(self.sigma)} values for {f.shape[-1]} outputs; give one, or one each")
+        if self.per_output and len(self.noise) != f.shape[-1]:
+            raise InvalidValue(f"noise has {len(self.noise)} values for {f.shape[-1]} outputs; give one, or one each")
 
     def target_note(self, y: Tensor, outputs: int) -> str:
         if len(y) < ENOUGH_TARGETS or not bool((y == y.round()).all()) or y.unique().numel() > FEW_VALUES:
@@ -61,21 +55,20 @@ class Gaussian(Likelihood):
         return y.double().mean(0)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        sigma = self.sigma.to(f)
-        z = (y - f) / sigma
-        return -(0.5 * z.square() + torch.log(sigma) + 0.5 * math.log(2 * math.pi)).sum(-1)
+        z = (y - f) / self.noise.to(f)
+        return -(0.5 * z.square() + torch.log(self.noise.to(f)) + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
-        return f + self.sigma.to(f) * standard_normal(f, generator)
+        return f + self.noise.to(f) * standard_normal(f, generator)
 
     def mean(self, f: Tensor) -> Tensor:
         return f
 
     def variance(self, f: Tensor) -> Tensor:
-        return self.sigma.to(f).square().expand(f.shape)
+        return self.noise.to(f).square().expand(f.shape)
 
     def cdf(self, f: Tensor, y: Tensor) -> Tensor:
-        return torch.special.ndtr((y - f) / self.sigma.to(f))
+        return torch.special.ndtr((y - f) / self.noise.to(f))
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         return y - f
@@ -93,23 +86,17 @@ class Gaussian(Likelihood):
                 f"factor='{factor}' mixes the outputs, so per-output noise cannot be applied afterwards; "
                 "use factor='exact', or one noise for all outputs"
             )
-        return self.sigma.reshape(-1) ** (-4 if factor == "empirical" else -2)
+        return self.noise.reshape(-1) ** (-4 if factor == "empirical" else -2)
 
     def statistics(self, f: Tensor, y: Tensor) -> dict[str, Tensor]:
-        f, y = f.double(), y.double()
-        return {
-            "sse": (y - f).square().sum(0),  # (c,)
-            "sum": y.sum(0),
-            "square": y.square().sum(0),
-            "count": torch.full_like(y[0], len(y)),
-        }
+        return {"sse": (y.double() - f.double()).square().sum(0), **target_sums(y.double())}
 
     def shapes(self, statistics: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        c = self.sigma.numel() if self.per_output else statistics["sse"].numel() if "sse" in statistics else 1
+        c = self.noise.numel() if self.per_output else statistics["sse"].numel() if "sse" in statistics else 1
         return dict.fromkeys(("sse", "sum", "square", "count"), (c,))
 
     def log_likelihood(self, statistics: dict[str, Tensor]) -> Tensor:
-        count, variance = statistics["count"], self.sigma.square()
+        count, variance = statistics["count"], self.noise.square()
         return -0.5 * (statistics["sse"] / variance + count * torch.log(2 * math.pi * variance)).sum()
 
     def residual_noise(self, statistics: dict[str, Tensor]) -> Tensor:
@@ -119,11 +106,9 @@ class Gaussian(Likelihood):
 
     def target_scale(self, statistics: dict[str, Tensor]) -> Tensor:
         """The standard deviation of the targets (1 where they do not vary), in the shape of `noise`."""
-        count = statistics["count"]
-        variance = statistics["square"] / count - (statistics["sum"] / count).square()
+        variance, rounding = target_variance(statistics)
         variance = variance if self.per_output else variance.mean()
-        floor = 1e-24 * (statistics["square"] / count).sum() + torch.finfo(torch.float64).tiny
-        return torch.where(variance > floor, variance.clamp(min=0).sqrt(), torch.ones_like(variance))
+        return torch.where(variance > rounding, variance.clamp(min=0).sqrt(), torch.ones_like(variance))
 
     def limits(self, statistics: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         scale, tiny = self.target_scale(statistics), torch.finfo(torch.float64).tiny
@@ -140,8 +125,19 @@ class Gaussian(Likelihood):
         sse, count = statistics["sse"], statistics["count"]
         if not self.per_output:
             sse, count = sse.sum(), count.sum()
-        free = (count + 0.5 * slope * self.sigma.detach()).clamp(min=1e-3)
+        free = (count + 0.5 * slope * self.noise.detach()).clamp(min=1e-3)
         return {"noise": 0.5 * (sse.clamp(min=torch.finfo(torch.float64).tiny) / free).log()}
 
     def output_variance(self, statistics: dict[str, Tensor]) -> float:
         return float(self.target_scale(statistics).square().mean())
+
+
+def target_sums(y: Tensor) -> dict[str, Tensor]:
+    """Sums over targets y (n, c), each (c,), from which their variance follows."""
+    return {"sum": y.sum(0), "square": y.square().sum(0), "count": torch.full_like(y[0], len(y))}
+
+
+def target_variance(statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The variance of each output's targets (c,), and what rounding may make of targets that do not vary."""
+    mean, square = (statistics[key] / statistics["count"] for key in ("sum", "square"))
+    return square - mean.square(), 1e-24 * square.sum() + torch.finfo(torch.float64).tiny

@@ -9,7 +9,7 @@ shape the curvature, so they are settings.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Ordinal(Likelihood):
     settings: ClassVar[tuple[str, ...]] = ("cutpoints",)
     event: ClassVar[int] = 0
     classes: ClassVar[bool] = True
-    cutpoints: Tensor | tuple[float, ...]  # b (K − 1,), rising
+    cutpoints: Any  # b (K − 1,), rising: numbers, a tensor once made
 
     def __post_init__(self) -> None:
         b = torch.as_tensor(self.cutpoints, dtype=torch.float64)
@@ -37,43 +37,35 @@ class Ordinal(Likelihood):
             )
         object.__setattr__(self, "cutpoints", b)
 
-    @property
-    def b(self) -> Tensor:
-        """The cutpoints as a tensor, (K − 1,)."""
-        assert isinstance(self.cutpoints, Tensor)
-        return self.cutpoints
-
     def validate(self, f: Tensor, y: Tensor) -> None:
         if f.shape[-1] != 1:
             raise InvalidValue(
                 f"ordinal takes one output, got {f.shape[-1]}; for classes without an order use 'categorical'"
             )
-        check_labels(f, y, len(self.b) + 1, self.name)
+        check_labels(f, y, len(self.cutpoints) + 1, self.name)
 
     def log_probs(self, f: Tensor) -> Tensor:
         """log p_k, (..., 1) -> (..., K)."""
-        z = self.b.to(f) - f  # (..., K − 1)
+        z = self.cutpoints.to(f) - f  # (..., K − 1)
         lower, upper = _log_sigmoid(z[..., :1]), _log_sigmoid(-z[..., -1:])
         # sigmoid(b) − sigmoid(a) = sigmoid(b) sigmoid(−a) (1 − e^{a−b}): nothing cancels far from the cutpoints
-        between = _log_sigmoid(z[..., 1:]) + _log_sigmoid(-z[..., :-1]) + torch.log(-torch.expm1(-self.b.diff().to(f)))
+        gap = torch.log(-torch.expm1(-self.cutpoints.diff().to(f)))
+        between = _log_sigmoid(z[..., 1:]) + _log_sigmoid(-z[..., :-1]) + gap
         return torch.cat([lower, between, upper], -1)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return self.log_probs(f).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
-        p = self.mean(f).reshape(-1, len(self.b) + 1).to(generator.device)
+        p = self.mean(f).reshape(-1, len(self.cutpoints) + 1).to(generator.device)
         return torch.multinomial(p, 1, generator=generator).reshape(f.shape[:-1]).to(f.device)
 
     def mean(self, f: Tensor) -> Tensor:
         return self.log_probs(f).exp()
 
-    def variance(self, f: Tensor) -> Tensor:
-        return self.mean(f) * (1 - self.mean(f))
-
     def slopes(self, f: Tensor) -> Tensor:
         """∂_f log p_k, (..., 1) -> (..., K)."""
-        z = self.b.to(f) - f
+        z = self.cutpoints.to(f) - f
         left, right = torch.sigmoid(z), torch.sigmoid(-z)  # ∂_f log sigmoid(±z) = ∓ sigmoid(∓z)
         return torch.cat([-right[..., :1], left[..., :-1] - right[..., 1:], left[..., -1:]], -1)
 

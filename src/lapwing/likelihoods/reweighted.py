@@ -10,6 +10,7 @@ targets that count as one. Hyperparameters are the base's; sums over rows are we
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -21,6 +22,21 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods.base import Likelihood, as_positive
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.solvers.noise import Placed
+
+FACTS = (  # what a class says of itself, and one that wraps another says of that
+    *("concave", "event", "soft", "paired", "quadratic", "response"),
+    *("classes", "normal", "elementwise", "deviation", "counts"),
+)
+
+
+def answer_by_base(cls: type[Likelihood], *names: str) -> None:
+    """Let a likelihood that wraps another, its `base`, answer for these attributes and methods with the base's."""
+    for name in names:
+        setattr(cls, name, property(functools.partial(_of_base, name), doc=f"`{name}` of the base likelihood."))
+
+
+def _of_base(name: str, likelihood: Any) -> Any:
+    return getattr(likelihood.base, name)
 
 
 @dataclass(frozen=True)
@@ -99,10 +115,6 @@ class Reweighted(Likelihood):
         y, w = self.parted(f, y)
         return w.unsqueeze(-1) * self.base.unit_log_prob(f, y)
 
-    def hessian_root(self, f: Tensor) -> Tensor:
-        """Of a row that counts as one."""
-        return self.base.hessian_root(f)
-
     def curvature_root(self, f: Tensor, y: Tensor) -> Tensor:
         y, w = self.parted(f, y)
         return w.sqrt()[:, None, None] * self.base.curvature_root(f, y)
@@ -152,30 +164,14 @@ def _like(mask: Tensor, value: Tensor) -> Tensor:
     return mask.reshape(-1, *[1] * (value.ndim - 1))
 
 
-def _of_base(name: str) -> Any:
-    return property(lambda self: getattr(self.base, name), doc=f"`{name}` of the base likelihood.")
-
-
-for _name in (
-    *(
-        "concave",
-        "quadratic",
-        "paired",
-        "event",
-        "soft",
-        "response",
-        "classes",
-        "normal",
-        "elementwise",
-        "counts",
-        "deviation",
-    ),  # what it is
+answer_by_base(
+    Reweighted,
+    *FACTS,
     *("inside", "sample", "mean", "variance", "noise_covariance", "cdf", "class_probs"),  # a target that counts as one
-    *("factors", "columns", "curvature_weights", "log_likelihood"),
+    *("hessian_root", "factors", "columns", "curvature_weights", "log_likelihood"),
     *("coordinates", "limits", "floors", "wanted", "output_variance"),  # what a search moves
-    *("noise", "sigma", "per_output", "residual_noise", "target_scale"),  # of a Gaussian
-):
-    setattr(Reweighted, _name, _of_base(_name))
+    *("noise", "per_output", "residual_noise", "target_scale"),  # of a Gaussian
+)
 
 
 @dataclass(frozen=True)
@@ -227,7 +223,7 @@ class ClassWeighted(Reweighted):
     """As `weight=` of torch's cross entropy, for labels."""
 
     base: Likelihood = field(default_factory=Categorical)
-    weights: Tensor | tuple[float, ...] = (1.0, 1.0)  # (classes,)
+    weights: Any = (1.0, 1.0)  # (classes,), a tensor once made
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,16 +234,11 @@ class ClassWeighted(Reweighted):
         _check_hard(self, y)
         self.base.validate(f, y)
         classes = self.base.mean(f[:1]).shape[-1]
-        if len(self._weights) != classes:
-            raise InvalidValue(f"{len(self._weights)} class weights for {classes} classes; give one each")
+        if len(self.weights) != classes:
+            raise InvalidValue(f"{len(self.weights)} class weights for {classes} classes; give one each")
 
     def parted(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return y, self._weights.to(f)[y.long()]
-
-    @property
-    def _weights(self) -> Tensor:
-        assert isinstance(self.weights, Tensor)
-        return self.weights
+        return y, self.weights.to(f)[y.long()]
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,7 @@ from torch import Tensor
 
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods.base import Likelihood
-
-SHARED: tuple[str, ...] = (  # what a class says of itself
-    *("outcome", "concave", "event", "soft", "paired", "quadratic", "response"),
-    *("classes", "normal", "elementwise", "deviation", "counts"),
-)
+from lapwing.likelihoods.reweighted import FACTS, answer_by_base
 
 
 @dataclass(frozen=True)
@@ -38,8 +34,6 @@ class Several(Likelihood):
                 f"{self.base.name} has the hyperparameters {list(known)}, each with as many values as there are draws; "
                 f"got { {name: tuple(value.shape) for name, value in self.drawn.items()} }"
             )
-        for name in SHARED:
-            object.__setattr__(self, name, getattr(self.base, name))
 
     @staticmethod
     def of(members: Sequence[Likelihood], counts: Sequence[int]) -> Likelihood:
@@ -82,16 +76,6 @@ class Several(Likelihood):
         return tuple(self.member(i) for i in range(len(self)))
 
     @property
-    def name(self) -> str:
-        """The members'."""
-        return self.base.name
-
-    @property
-    def kind(self) -> str:
-        """The members'."""
-        return self.base.kind
-
-    @property
     def hyperparameters(self) -> dict[str, Tensor]:
         """The members', at their means over draws."""
         return {**self.base.hyperparameters, **{name: value.mean(0) for name, value in self.drawn.items()}}
@@ -105,25 +89,12 @@ class Several(Likelihood):
         """The same with its tensors on a device."""
         return Several(self.base.to(device), {name: value.to(device) for name, value in self.drawn.items()})
 
-    def validate(self, f: Tensor, y: Tensor) -> None:
-        """As the members do."""
-        self.base.validate(f, y)
-
-    def inside(self, f: Tensor) -> Tensor:
-        """Where outputs are parameters of a distribution, which no hyperparameter changes."""
-        return self.base.inside(f)
-
     def cdf(self, f: Tensor, y: Tensor) -> Tensor | None:
         """That of the first member: whether there is one is all that can be asked without a source."""
         return self.member(0).cdf(f, y)
 
-    def class_probs(self, mean: Tensor) -> Tensor:
-        """As the members do."""
-        return self.base.class_probs(mean)
 
-    def class_log_prob(self, mean: Tensor, y: Tensor) -> Tensor:
-        """As the members do."""
-        return self.base.class_log_prob(mean, y)
+answer_by_base(Several, "outcome", *FACTS, "name", "kind", "validate", "inside", "class_probs", "class_log_prob")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,61 +30,49 @@ class StudentT(Likelihood):
     concave: ClassVar[bool] = False
     response: ClassVar[str] = "identity"
     elementwise: ClassVar[bool] = True
-    scale: Tensor | float = 1.0  # s, () or (c,)
-    df: Tensor | float = 4.0  # ν, () or (c,)
+    scale: Any = 1.0  # s, a tensor () or (c,) once made
+    df: Any = 4.0  # ν, likewise
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_deviation("scale", self.s)
-
-    @property
-    def s(self) -> Tensor:
-        """The scale as a tensor, () or (c,)."""
-        assert isinstance(self.scale, Tensor)
-        return self.scale
-
-    @property
-    def nu(self) -> Tensor:
-        """The degrees of freedom as a tensor, () or (c,)."""
-        assert isinstance(self.df, Tensor)
-        return self.df
+        check_deviation("scale", self.scale)
 
     def validate(self, f: Tensor, y: Tensor) -> None:
         check_real(f, y, self.name)
-        for name, value in (("scale", self.s), ("df", self.nu)):
+        for name, value in (("scale", self.scale), ("df", self.df)):
             if value.ndim and len(value) != f.shape[-1]:
                 raise InvalidValue(f"{name} has {len(value)} values for {f.shape[-1]} outputs; give one, or one each")
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        s, nu = self.s.to(f), self.nu.to(f)
+        s, nu = self.scale.to(f), self.df.to(f)
         ways = torch.lgamma(0.5 * (nu + 1)) - torch.lgamma(0.5 * nu) - 0.5 * torch.log(math.pi * nu) - s.log()
         return (ways - 0.5 * (nu + 1) * torch.log1p(((y - f) / s).square() / nu)).sum(-1)
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
-        half = (0.5 * self.nu.to(f)).expand(f.shape).contiguous().to(generator.device)
+        half = (0.5 * self.df.to(f)).expand(f.shape).contiguous().to(generator.device)
         shrink = (torch._standard_gamma(half, generator=generator) / half).rsqrt().to(f)
-        return f + self.s.to(f) * shrink * standard_normal(f, generator)
+        return f + self.scale.to(f) * shrink * standard_normal(f, generator)
 
     def mean(self, f: Tensor) -> Tensor:
-        if bool((self.nu <= 1).any()):
-            raise Unsupported(f"Student-t noise has a mean for df > 1 only, got {self.nu.tolist()}; use quantile(0.5)")
+        if bool((self.df <= 1).any()):
+            raise Unsupported(f"Student-t noise has a mean for df > 1 only, got {self.df.tolist()}; use quantile(0.5)")
         return f
 
     def variance(self, f: Tensor) -> Tensor:
-        s, nu = self.s.to(f), self.nu.to(f)
+        s, nu = self.scale.to(f), self.df.to(f)
         return torch.where(nu > 2, s.square() * nu / (nu - 2), math.inf).expand(f.shape)
 
     def cdf(self, f: Tensor, y: Tensor) -> Tensor:
-        z, nu = (y - f) / self.s.to(f), self.nu.to(f)
+        z, nu = (y - f) / self.scale.to(f), self.df.to(f)
         tail = student_tail(z, nu)
         return torch.where(z > 0, 1 - tail, tail)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        residual, s, nu = y.to(f) - f, self.s.to(f), self.nu.to(f)
+        residual, s, nu = y.to(f) - f, self.scale.to(f), self.df.to(f)
         return (nu + 1) * residual / (nu * s.square() + residual.square())
 
     def hessian_root(self, f: Tensor) -> Tensor:
-        s, nu = self.s.to(f), self.nu.to(f)
+        s, nu = self.scale.to(f), self.df.to(f)
         return torch.diag_embed(((nu + 1) / (nu + 3)).sqrt().div(s).expand(f.shape))
 
     def curvature_weights(self, factor: str = "exact") -> Tensor:

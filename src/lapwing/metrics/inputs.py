@@ -16,6 +16,7 @@ from lapwing.errors import InvalidValue, Unsupported
 from lapwing.predictive import Prediction
 
 Gaussians: TypeAlias = tuple[Tensor, Tensor]  # mean and standard deviation, both of y's shape
+Forecast: TypeAlias = Prediction | Gaussians | Tensor  # of real values: Gaussians, or draws (s, *y.shape)
 DRAWS = 1024  # of a prediction that has no closed form
 
 
@@ -61,7 +62,7 @@ def _checked_probs(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return p.double(), y.long().to(p.device)
 
 
-def response(predicted: Prediction | Gaussians | Tensor, y: Tensor | None = None) -> Gaussians | Tensor:
+def response(predicted: Forecast, y: Tensor | None = None) -> Gaussians | Tensor:
     """(mean, std), or draws (s, *y.shape), once y, where it is given, is seen to be real numbers of that shape."""
     if isinstance(predicted, Prediction):
         predicted = _of_prediction(predicted)

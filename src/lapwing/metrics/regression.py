@@ -20,16 +20,16 @@ from torch import Tensor
 
 from lapwing.given import share
 from lapwing.metrics import ranked
-from lapwing.metrics.inputs import Gaussians, check_drawn, check_targets, no_nan, refuse_classes, response
+from lapwing.metrics.inputs import Forecast, check_drawn, check_targets, no_nan, refuse_classes, response
 from lapwing.metrics.scores import mean_or_each
 from lapwing.predictive import Prediction
 
 
 @overload
-def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: Literal[False] = False) -> float: ...
+def crps(predicted: Forecast, y: Tensor, *, each: Literal[False] = False) -> float: ...
 @overload
-def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: Literal[True]) -> Tensor: ...
-def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: bool = False) -> float | Tensor:
+def crps(predicted: Forecast, y: Tensor, *, each: Literal[True]) -> Tensor: ...
+def crps(predicted: Forecast, y: Tensor, *, each: bool = False) -> float | Tensor:
     """The continuous ranked probability score: the absolute error of a point forecast, for distributions."""
     if isinstance(predicted, Prediction) and not predicted.gaussian:
         check_drawn(predicted, y)
@@ -47,7 +47,7 @@ def crps(predicted: Prediction | Gaussians | Tensor, y: Tensor, *, each: bool = 
     return mean_or_each(away.abs().mean(0) - torch.tensordot(weight, away, 1), each)
 
 
-def pit(predicted: Prediction | Gaussians | Tensor, y: Tensor) -> Tensor:
+def pit(predicted: Forecast, y: Tensor) -> Tensor:
     """F(y) of each output, of y's shape."""
     if isinstance(predicted, Prediction) and not predicted.gaussian and predicted.has_cdf:
         check_drawn(predicted, y)
@@ -66,7 +66,7 @@ def _distribution(predicted: Prediction, y: Tensor) -> Tensor:
     return at - 0.5 * predicted.pmf(y) if predicted.likelihood.counts else at
 
 
-def interval(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
+def interval(predicted: Forecast, level: float = 0.95) -> tuple[Tensor, Tensor]:
     """The central interval that should hold y with probability `level`: its ends, each of y's shape."""
     level = share(level, "the level of an interval")
     if isinstance(predicted, Prediction):
@@ -83,16 +83,10 @@ def interval(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) ->
 
 
 @overload
-def coverage(
-    predicted: Prediction | Gaussians | Tensor, y: Tensor, level: float = 0.95, *, each: Literal[False] = False
-) -> float: ...
+def coverage(predicted: Forecast, y: Tensor, level: float = 0.95, *, each: Literal[False] = False) -> float: ...
 @overload
-def coverage(
-    predicted: Prediction | Gaussians | Tensor, y: Tensor, level: float = 0.95, *, each: Literal[True]
-) -> Tensor: ...
-def coverage(
-    predicted: Prediction | Gaussians | Tensor, y: Tensor, level: float = 0.95, *, each: bool = False
-) -> float | Tensor:
+def coverage(predicted: Forecast, y: Tensor, level: float = 0.95, *, each: Literal[True]) -> Tensor: ...
+def coverage(predicted: Forecast, y: Tensor, level: float = 0.95, *, each: bool = False) -> float | Tensor:
     """How often y lies within the central interval: `level`, if error bars are right."""
     low, high = interval(predicted, level)
     check_targets(y, low.shape)
@@ -100,7 +94,7 @@ def coverage(
     return mean_or_each(((low <= y) & (y <= high)).double(), each)
 
 
-def sharpness(predicted: Prediction | Gaussians | Tensor, level: float = 0.95) -> float:
+def sharpness(predicted: Forecast, level: float = 0.95) -> float:
     """The mean width of the central interval: the smaller the better, among predictions that cover as they say."""
     low, high = interval(predicted, level)
     return float((high - low).mean())

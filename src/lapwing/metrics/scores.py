@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.metrics.inputs import Gaussians, class_probs, finite, no_nan, response, tensor
+from lapwing.metrics.inputs import Forecast, class_probs, finite, no_nan, response, tensor
 from lapwing.predictive import Prediction
 from lapwing.solvers.estimate import FEWEST, Estimate, mean_of
 
 
 @overload
-def nll(predicted: Prediction | Tensor | Gaussians, y: Tensor, *, each: Literal[False] = False) -> float: ...
+def nll(predicted: Forecast, y: Tensor, *, each: Literal[False] = False) -> float: ...
 @overload
-def nll(predicted: Prediction | Tensor | Gaussians, y: Tensor, *, each: Literal[True]) -> Tensor: ...
-def nll(predicted: Prediction | Tensor | Gaussians, y: Tensor, *, each: bool = False) -> float | Tensor:
+def nll(predicted: Forecast, y: Tensor, *, each: Literal[True]) -> Tensor: ...
+def nll(predicted: Forecast, y: Tensor, *, each: bool = False) -> float | Tensor:
     """−log p(y) of a Prediction, of class probabilities, or of independent Gaussians (mean, std), each (n, ..., c)."""
     if isinstance(predicted, Prediction):
         if predicted.joint:

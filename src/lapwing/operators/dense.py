@@ -71,7 +71,8 @@ class Dense:
             if self.diag is not None and self.diag.unit is not None:
                 root = self.diag.unit.rsqrt()
                 matrix = root[:, None] * matrix * root
-            kept.eigenvalues, kept.clipping = linalg.spectrum(matrix, self.psd)
+            values = torch.linalg.eigvalsh(matrix)
+            kept.eigenvalues = linalg.clip(values) if self.psd else values
         return kept.eigenvalues
 
 
@@ -126,10 +127,8 @@ def _(op: Dense, b: Tensor) -> Tensor:
 def _(op: Dense) -> Tensor:
     if torch.is_grad_enabled() and op.matrix.requires_grad:  # H itself moves (noise per output): plain autograd
         return 2 * linalg.cholesky(linalg.to_dense(op))[0].diagonal().log().sum()
-    one = op.matrix.new_ones(())
-    s = one if op.factor is None else op.factor
-    zero = Diagonal(op.matrix.new_zeros(1), op.size)
-    diag = zero if op.diag is None else op.diag
+    s = op.matrix.new_ones(()) if op.factor is None else op.factor
+    diag = Diagonal(op.matrix.new_zeros(1), op.size) if op.diag is None else op.diag
     wants_grad = torch.is_grad_enabled() and (s.requires_grad or diag.values.requires_grad)
     # One evaluation is cheapest by Cholesky; many (tuning) by the eigenvalues, which serve every s and single d.
     if diag.single and (wants_grad or op.memo.spectrum(op.diag).eigenvalues is not None):

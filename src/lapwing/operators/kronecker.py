@@ -132,9 +132,8 @@ class Kronecker:
         """Products m·l of the (whitened) factors, (b, o, i), differentiable in D."""
         if self._fresh():
             a, b = self.whitened() if self.diag is not None else (self.inputs, self.b)
-            values = [a if a.ndim == 2 else torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b)]
-            l, m = linalg.clip(values[0], eps=self.eps)[0], self._clip_outputs(values[1])[0]
-            return m.unsqueeze(-1) * l.unsqueeze(-2)
+            l = linalg.clip(a if a.ndim == 2 else torch.linalg.eigvalsh(a), self.eps)
+            return self._clip_outputs(torch.linalg.eigvalsh(b)).unsqueeze(-1) * l.unsqueeze(-2)
         kept = self.memo.spectrum(self.diag)
         if kept.eigenvalues is None:
             if kept.eigenvectors is not None:
@@ -143,17 +142,14 @@ class Kronecker:
                 a, b = (self.a, self.b) if self.diag is None or self.diag.uniform else self.whitened()
                 l = a.to(self.b) if a.ndim == 2 else self._eigvalsh(a)
                 m = self._eigvalsh(b)
-            l, first = linalg.clip(l, eps=self.eps)
-            m, second = self._clip_outputs(m)
-            kept.eigenvalues = m.unsqueeze(-1) * l.unsqueeze(-2)
-            kept.clipping = {"clipped": first["clipped"] + second["clipped"]}
+            kept.eigenvalues = self._clip_outputs(m).unsqueeze(-1) * linalg.clip(l, self.eps).unsqueeze(-2)
         return kept.eigenvalues
 
-    def _clip_outputs(self, m: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def _clip_outputs(self, m: Tensor) -> Tensor:
         """Eigenvalues of B or B' without what rounding took below zero."""
         if not self.rounding or self.diag is None or self.diag.uniform:
-            return linalg.clip(m, eps=self.eps, rounding=self.rounding)
-        return linalg.clip(m, eps=self.eps, rounding=self.rounding / float(self.separated[0].detach().min()))
+            return linalg.clip(m, self.eps, self.rounding)
+        return linalg.clip(m, self.eps, self.rounding / float(self.separated[0].detach().min()))
 
     def _eigvalsh(self, matrix: Tensor) -> Tensor:
         """Eigenvalues in the precision that the factor was summed in: in float32 that is half the time."""
@@ -168,7 +164,7 @@ class Kronecker:
             a, b = (t.detach() for t in (self.whitened() if self.diag is not None else (self.inputs, self.b)))
             l, ua = (a, None) if a.ndim == 2 else torch.linalg.eigh(a)
             m, ub = torch.linalg.eigh(b)
-            out = linalg.clip(l, eps=self.eps)[0], ua, self._clip_outputs(m)[0], ub
+            out = linalg.clip(l, self.eps), ua, self._clip_outputs(m), ub
             if fresh:
                 return out
             kept.eigenvectors = out

@@ -140,13 +140,9 @@ def jitter(op: Any) -> float:
     return 0.0
 
 
+@functools.singledispatch
 def traces(op: Any, groups: Any) -> Tensor:
     """Σ_{i in g} M_ii / unit_i for the groups of a Diagonal, (g,)."""
-    return _traces(op, groups)
-
-
-@functools.singledispatch
-def _traces(op: Any, groups: Any) -> Tensor:
     return groups.sums(diagonal(op) if groups.unit is None else diagonal(op) / groups.unit)
 
 
@@ -169,11 +165,9 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, float]:
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
     if info.any():
-        least = float(torch.linalg.eigvalsh(matrix.detach())[0])
-        raise not_positive_definite(least)
-    warnings.warn(
-        f"a Cholesky factorization took a jitter of {jitter:.3g} on the diagonal", LapwingWarning, stacklevel=3
-    )
+        raise not_positive_definite(float(torch.linalg.eigvalsh(matrix.detach())[0]))
+    message = f"a Cholesky factorization took a jitter of {jitter:.3g} on the diagonal"
+    warnings.warn(message, LapwingWarning, stacklevel=3)
     return factor, jitter
 
 
@@ -186,26 +180,16 @@ def not_positive_definite(least: float) -> NotPositiveDefinite:
     )
 
 
-def spectrum(matrix: Tensor, psd: bool) -> tuple[Tensor, dict[str, float]]:
-    """Eigenvalues of a symmetric matrix; where it must be positive semidefinite, rounding below zero is clipped
-    to zero and counted, and anything beyond rounding is an error."""
-    values = torch.linalg.eigvalsh(matrix)
-    return clip(values, psd)
-
-
-def clip(
-    values: Tensor, psd: bool = True, eps: float | None = None, rounding: float = 0.0
-) -> tuple[Tensor, dict[str, float]]:
-    """Clip rounding below zero; `eps` is that of the numbers the matrix was summed from, if coarser, and `rounding` its
+def clip(values: Tensor, eps: float | None = None, rounding: float = 0.0) -> Tensor:
+    """Eigenvalues of a matrix that must be positive semidefinite: rounding below zero is clipped to zero, and anything
+    beyond rounding is an error. `eps` is that of the numbers the matrix was summed from, if coarser, and `rounding` its
     size where the matrix is small against what it was made from."""
-    if not psd:
-        return values, {"clipped": 0.0, "least": float(values.min())}
     eps = eps or torch.finfo(values.dtype).eps
     rounding = max(rounding, 100 * values.shape[-1] * eps * float(values.detach().abs().max()))
     least = float(values.detach().min())
     if least < -rounding:
         raise not_positive_definite(least)
-    return values.clamp(min=0), {"clipped": float((values < 0).sum()), "least": least}
+    return values.clamp(min=0)
 
 
 def standard_normal(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:

@@ -29,10 +29,9 @@ class BlockGroups:
 
 @dataclass(eq=False)
 class Spectrum:
-    """Eigenvalues in one unit of D, and what clipping made of them; of a Kronecker product with (l, U_A, m, U_B)."""
+    """Eigenvalues in one unit of D; of a Kronecker product with (l, U_A, m, U_B)."""
 
     eigenvalues: Tensor | None = None
-    clipping: dict[str, float] = field(default_factory=dict)
     eigenvectors: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None
 
 

@@ -77,19 +77,17 @@ class Pair:
 
     def group(self, d: Diagonal) -> int | None:
         """The group of a Diagonal that all these columns belong to, if there is one and it has one unit."""
-        if d.unit is not None:
-            return None
-        if d.single:
-            return 0
-        groups = self.index if d.index is None else d.index[self.index]
-        return int(groups[0]) if bool((groups == groups[0]).all()) else None
+        group = None if d.unit is not None else d.groups_at(self.index)
+        return group if isinstance(group, int) else None
 
 
 @dataclass(frozen=True, eq=False)
 class HeldRows:
-    """Rows that are in memory."""
+    """Rows that are in memory, of whose columns nothing else is known."""
 
     tensor: Tensor  # (m, p)
+    held: bool = field(default=True, init=False)
+    pairs: dict[str, Pair] = field(default_factory=dict, init=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -99,16 +97,6 @@ class HeldRows:
     def block(self, start: int, stop: int) -> Tensor:
         """A range of columns, (m, stop − start)."""
         return self.tensor[:, start:stop]
-
-    @property
-    def held(self) -> bool:
-        """All columns are in memory."""
-        return True
-
-    @property
-    def pairs(self) -> dict[str, Pair]:
-        """None: columns are not looked at."""
-        return {}
 
     def ranges(self, beside: int = 0, without: frozenset[str] = frozenset()) -> Iterator[tuple[int, int]]:
         """One range, of all columns."""
@@ -201,7 +189,7 @@ class RootPlusDiagonal:
         kept, unit = self.memo.spectrum(self.diag), self.precision().unit
         if kept.eigenvalues is None:
             gram = self.group_grams(Diagonal(torch.ones_like(self.weights.values), self.size, unit=unit))[0]
-            kept.eigenvalues, kept.clipping = linalg.spectrum(gram, psd=True)
+            kept.eigenvalues = linalg.clip(torch.linalg.eigvalsh(gram))
         return kept.eigenvalues
 
     def inner(self) -> Tensor:
@@ -323,10 +311,10 @@ def _(op: RootPlusDiagonal) -> Tensor:
     return out if op.diag is None else out + op.diag.dense()
 
 
-@linalg._traces.register
+@linalg.traces.register
 def _(op: RootPlusDiagonal, groups: Diagonal) -> Tensor:
     if groups.values.numel() > GROUPS:
-        return linalg._traces.dispatch(object)(op, groups)
+        return linalg.traces.dispatch(object)(op, groups)
     out = trace(op.weights, op.group_grams(groups))
     return out if op.diag is None else out + linalg.traces(op.diag, groups)
 

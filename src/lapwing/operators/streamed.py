@@ -80,17 +80,10 @@ class Streamed(System):
         groups = z.split(self.groups(len(z), 1, OTHERS_VECTORS))
         made = [root.product(some, self.weights.detach()) for some in groups]
         gz, squares = (torch.cat(parts) for parts in zip(*made, strict=True))
-        found = Samples(
-            z,
-            root.ranks.whole(self.precision().sums(z * gz), "effective dimensions"),
-            root.ranks.whole(squares, "squares of samples"),
-            float(solution.residual.max()),
-            solution.steps,
-            root.passes - before,
-            plan.solver,
-            self.close[1],
-            root.ranks,
-        )
+        gamma = root.ranks.whole(self.precision().sums(z * gz), "effective dimensions")
+        squares = root.ranks.whole(squares, "squares of samples")
+        how = float(solution.residual.max()), solution.steps, root.passes - before, plan.solver, self.close[1]
+        found = Samples(z, gamma, squares, *how, root.ranks)
         self.remember(found)
         return found
 
@@ -172,9 +165,8 @@ class Streamed(System):
             return self.known_logdet
         close, plan, ranks = self.close[0], self.plan, self.reads().ranks
         k, room = max(FEWEST, plan.samples), plan.memory_budget // (8 * self.size)  # probes, vectors
-        groups = torch.arange(k).tensor_split(
-            max(1, min(k // FEWEST, -(-k // self.at_once(LANCZOS_VECTORS, OTHERS_VECTORS))))
-        )
+        at_once = self.at_once(LANCZOS_VECTORS, OTHERS_VECTORS)
+        groups = torch.arange(k).tensor_split(max(1, min(k // FEWEST, -(-k // at_once))))
         own = -(-len(groups[0]) // ranks.size)  # probes of a group, at the most
         window = max(SHORT, (room - OTHERS_VECTORS * (len(groups[0]) - own)) // own - WORK_VECTORS)
 
@@ -193,11 +185,9 @@ class Streamed(System):
         def whole(numbers: Tensor) -> Tensor:
             return ranks.whole(numbers, "quadratures")
 
+        how = inner, plan.max_steps, window, whole
         with ranks.sharing_errors("the log-determinant"):
-            found = [
-                slq(step, starts(some), lambda values: values.log(), inner, plan.max_steps, window, whole)[0]
-                for some in groups
-            ]
+            found = [slq(step, starts(some), torch.log, *how)[0] for some in groups]
         out = mean_of(torch.cat([one.samples for one in found]) + linalg.logdet(close))
         self.remember_logdet(out)
         return out
@@ -270,7 +260,7 @@ def _(op: Streamed) -> Tensor:
     return op.level.detach() * (out if op.diag is None else out + op.d)
 
 
-@linalg._traces.register
+@linalg.traces.register
 def _(op: Streamed, groups: Diagonal) -> Tensor:
     """By the base noise: E (RᵀW^½e)² = diag RᵀWR."""
     own = op.pulled(op.noise).square().sum(0, keepdim=True)

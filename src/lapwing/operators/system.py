@@ -132,10 +132,9 @@ class System:
         budget; raises unless converged. b and u are this rank's, residuals those of all."""
         plan, ranks, groups = self.plan, self.reads().ranks, self.groups(len(b), OWN_VECTORS, OTHERS_VECTORS)
         starts = [None] * len(groups) if start is None else start.split(groups)
+        tolerance, columns = share * plan.tolerance, zip(b.split(groups), starts, strict=True)
         with ranks.sharing_errors("a solve"):
-            found = [
-                self._solve(some, x0, share * plan.tolerance) for some, x0 in zip(b.split(groups), starts, strict=True)
-            ]
+            found = [self._solve(some, x0, tolerance) for some, x0 in columns]
         out = Solution(
             torch.cat([one.x for one in found]),
             ranks.whole(torch.cat([one.residual for one in found]), "residuals"),

@@ -250,11 +250,8 @@ def _layout_of(named: Mapping[str, Tensor]) -> Layout:
     taken = {name: p for name, p in named.items() if p.requires_grad}
     if not taken:
         raise InvalidValue("the model has no parameter that requires a gradient, so there is nothing to draw")
-    return Layout(
-        {name: p.shape for name, p in taken.items() if p.numel()},
-        {},
-        tuple(name for name, p in taken.items() if not p.numel()),
-    )
+    empty = tuple(name for name, p in taken.items() if not p.numel())
+    return Layout({name: p.shape for name, p in taken.items() if p.numel()}, {}, empty)
 
 
 def _short(value: Tensor) -> str:

@@ -162,10 +162,8 @@ def _match(name: str, patterns: tuple[str, ...], meant: list[list[str]]) -> int:
 
 def _integers(per: Callable[[str, torch.Size], Any], name: str, shape: torch.Size) -> Tensor:
     found = per(name, shape)
-    whole = isinstance(found, Tensor) and not (
-        found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
-    )
-    if not whole or found.shape != shape:
+    odd = not isinstance(found, Tensor) or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+    if odd or found.shape != shape:
         got = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise InvalidValue(f"per({name!r}, shape) must give an integer tensor of shape {tuple(shape)}, got {got}")
     return found.detach().to("cpu", torch.int64, copy=True)

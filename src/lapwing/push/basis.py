@@ -21,8 +21,5 @@ def in_basis(op: Any, part: Part, view: Any, g: Tensor) -> Diagonalized | None:
 
 def rotated(op: Any, view: Any, g: Tensor, ua: Tensor | None, ub: Tensor) -> Diagonalized:
     """By eigenvectors of the inputs' factor (None: those of the identity) and of the gradients'."""
-    return (
-        view.rotated(None if ua is None else ua.to(g)),
-        torch.einsum("knsbo,boq->knsbq", g, ub.to(g)),
-        (1 / op.precision).to(g),
-    )
+    turned = torch.einsum("knsbo,boq->knsbq", g, ub.to(g))
+    return view.rotated(None if ua is None else ua.to(g)), turned, (1 / op.precision).to(g)

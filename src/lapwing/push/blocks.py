@@ -23,7 +23,6 @@ from lapwing.outputs import Normal
 from lapwing.push.basis import in_basis
 from lapwing.push.runs import At
 from lapwing.push.verb import push
-from lapwing.tangent import TangentModel
 from lapwing.tangent.rows import units
 
 
@@ -33,65 +32,59 @@ def _(precision: Blocks, at: At) -> Normal:
     fs, covs = [], []
     for piece, record in at.runs(Capture(at.tangent, at.parts).run):
         fs.append(record.f.detach())
-        covs.append(term(at.tangent, precision, at.parts, piece, record, at.budget))
+        covs.append(term(precision, at, piece, record))
     return Normal(torch.cat(fs), torch.cat(covs), at.joint)
 
 
-def _marginals(
-    tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], x: Any, record: Record, budget: int
-) -> Tensor:
+def _marginals(precision: Blocks, at: At, x: Any, record: Record) -> Tensor:
     """The covariance of each position's outputs, (n, ..., c, c): for each position its c cotangents.
 
     The head's term is that of n·q examples of one position each, whatever the number q of positions."""
-    f, views = record.f.detach(), record.views()
+    f, views, budget = record.f.detach(), record.views(), at.budget // 4
     n, c, positions = f.shape[0], f.shape[-1], f[0, ..., 0].numel()
-    operators = {part.name: op for part, op in zip(parts, precision.parts, strict=True)}
+    operators = {part.name: op for part, op in zip(at.parts, precision.parts, strict=True)}
     heads = [part for part in record.called if positions > 1 and record.is_output(part)]
-    generic = tuple(part.name for part in parts if part.generic and part.kind != "unused")
+    generic = _generic(precision, at)
     rest = replace(record, parts=tuple(part for part in record.parts if part not in heads))
     out = f.new_zeros(n, positions, c, c, dtype=torch.float64)
     for part in heads:
         b, o, _ = part.shape
         g = torch.eye(c, dtype=f.dtype, device=f.device).reshape(c, 1, 1, b, o).expand(c, n * positions, 1, b, o)
-        out += _layer(operators[part.name], part, views[part.name].apart(), g, budget // 4).reshape(out.shape)
+        out += _layer(operators[part.name], part, views[part.name].apart(), g, budget).reshape(out.shape)
     for q in range(positions) if rest.called or generic else ():
         u = f.new_zeros(c, positions, c)
         u[:, q] = torch.eye(c, dtype=f.dtype, device=f.device)
         u = u.reshape(c, *f.shape[1:]).expand(n, c, *f.shape[1:])
         gradients = rest.pull(u)
-        for name, g in gradients.items():
-            part = next(part for part in rest.called if part.name == name)
-            out[:, q] += _layer(operators[name], part, views[name], g, budget // 4)
+        for part in rest.called:
+            out[:, q] += _layer(operators[part.name], part, views[part.name], gradients[part.name], budget)
         if generic:
-            out[:, q] += _generic(tangent, precision, parts, generic, x, u, budget // 4)
+            out[:, q] += _by_rows(generic, at, x, u)
     return out.reshape(*f.shape, c)
 
 
-def _together(
-    tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], x: Any, record: Record, budget: int
-) -> Tensor:
+def _together(precision: Blocks, at: At, x: Any, record: Record) -> Tensor:
     """The covariance of all outputs of all inputs, at all their positions, (n, ..., c, n, ..., c)."""
     f = record.f
     out = f.new_zeros(f.numel(), f.numel(), dtype=torch.float64)
-    for term in _joint_terms(tangent, precision, parts, record, x, budget):
+    for term in _joint_terms(precision, at, x, record):
         out += term
     return out.reshape(*f.shape, *f.shape)
 
 
-def _generic(
-    tangent: TangentModel,
-    precision: Blocks,
-    parts: tuple[Part, ...],
-    names: tuple[str, ...],
-    x: Any,
-    u: Tensor,
-    budget: int,
-) -> Tensor:
-    own = [(part, op) for part, op in zip(parts, precision.parts, strict=True) if part.name in names]
-    sizes, out = [part.size for part, _ in own], []
-    for piece, cotangent in tangent.pieces(x, u, 16 * u.shape[1] * sum(sizes), budget):
-        rows = tangent.pulled(piece, cotangent, names).to(torch.float64).split(sizes, -1)
-        out.append(torch.stack([linalg.covariance(op, r) for (_, op), r in zip(own, rows, strict=True)]).sum(0))
+def _generic(precision: Blocks, at: At) -> dict[Part, Any]:
+    """The operators of parts that no rule speaks for: they are pushed by rows of the Jacobian."""
+    parts = zip(at.parts, precision.parts, strict=True)
+    return {part: op for part, op in parts if part.generic and part.kind != "unused"}
+
+
+def _by_rows(generic: dict[Part, Any], at: At, x: Any, u: Tensor) -> Tensor:
+    names, sizes = tuple(part.name for part in generic), [part.size for part in generic]
+    out = []
+    for piece, cotangent in at.tangent.pieces(x, u, 16 * u.shape[1] * sum(sizes), at.budget // 4):
+        rows = at.tangent.pulled(piece, cotangent, names).to(torch.float64).split(sizes, -1)
+        terms = [linalg.covariance(op, r) for op, r in zip(generic.values(), rows, strict=True)]
+        out.append(torch.stack(terms).sum(0))
     return torch.cat(out)
 
 
@@ -120,35 +113,31 @@ def _pieces(view: Any, g: Tensor, size: int, budget: int) -> Iterator[tuple[Any,
         yield view.chunk(index), g[:, index]
 
 
-def _joint_terms(
-    tangent: TangentModel, precision: Blocks, parts: tuple[Part, ...], record: Record, x: Any, budget: int
-) -> Iterator[Tensor]:
+def _joint_terms(precision: Blocks, at: At, x: Any, record: Record) -> Iterator[Tensor]:
     """Each part's (n·c, n·c) term, c outputs at all positions; a layer's rows are made for a range of its outputs at a
     time."""
     f = record.f.detach()
     n, c = len(f), f[0].numel()
     u = units(f)
     gradients, views = record.pull(u), record.views()
-    generic = tuple(part.name for part in parts if part.generic and part.kind != "unused")
-    for part, op in zip(parts, precision.parts, strict=True):
+    for part, op in zip(at.parts, precision.parts, strict=True):
         if part.name not in gradients:
             continue
         view, g = _wide(views[part.name], gradients[part.name])
         found = in_basis(op, part, view, g)
         if found is None:
-            yield linalg.covariance(
-                op, view.outer(g).flatten(2).transpose(0, 1).reshape(1, n * c, -1).to(torch.float64)
-            )[0]
+            rows = view.outer(g).flatten(2).transpose(0, 1).reshape(1, n * c, -1)
+            yield linalg.covariance(op, rows.to(torch.float64))[0]
             continue
         view, g, inverse = found
         b, o, i = inverse.shape
-        step = max(1, budget // (4 * n * c * b * i * 8))
+        step = max(1, at.budget // (4 * n * c * b * i * 8))
         for start in range(0, o, step):
             rows = view.outer(g[..., start : start + step]) * inverse[:, start : start + step].sqrt()
             rows = rows.flatten(2).transpose(0, 1).reshape(n * c, -1).to(torch.float64)
             yield rows @ rows.mT
+    generic = _generic(precision, at)
     if generic:
-        rows = tangent.pulled(x, u, generic).to(torch.float64).reshape(1, n * c, -1)
-        own = [(part, op) for part, op in zip(parts, precision.parts, strict=True) if part.name in generic]
-        for (_, op), piece in zip(own, rows.split([part.size for part, _ in own], -1), strict=True):
+        rows = at.tangent.pulled(x, u, tuple(part.name for part in generic)).to(torch.float64).reshape(1, n * c, -1)
+        for op, piece in zip(generic.values(), rows.split([part.size for part in generic], -1), strict=True):
             yield linalg.covariance(op, piece)[0]

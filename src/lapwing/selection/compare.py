@@ -71,13 +71,9 @@ class Comparison:
         out = [[*head, "structure", "center", "tuned", *(["held-out NLL"] if held else [])]]
         for r in self.rows:
             numbers = [r.log_evidence, r.difference, r.fit, r.quadratic, r.occam, r.effective_dimension]
-            plain = ["" if v is None else f"{v:.2f}" for v in numbers] + [
-                f"{r.parameters:,}",
-                r.structure,
-                r.center,
-                r.tuned,
-            ]
-            out.append([r.name, *plain, *(["" if r.nll is None else f"{r.nll:.4f}"] if held else [])])
+            told = ["" if v is None else f"{v:.2f}" for v in numbers]
+            words = [f"{r.parameters:,}", r.structure, r.center, r.tuned]
+            out.append([r.name, *told, *words, *(["" if r.nll is None else f"{r.nll:.4f}"] if held else [])])
         return out
 
     def _notes(self) -> list[str]:
@@ -90,13 +86,11 @@ class Comparison:
         table = self._table()
         widths = [max(len(line[j]) for line in table) for j in range(len(table[0]))]
         texts = {0, *(table[0].index(name) for name in ("structure", "center", "tuned"))}
-        lines = [
-            "  ".join(
-                c.ljust(w) if j in texts else c.rjust(w) for j, (c, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in table
-        ]
-        return "\n".join([line.rstrip() for line in lines] + self._notes())
+        lines = []
+        for line in table:
+            cells = enumerate(zip(line, widths, strict=True))
+            lines.append("  ".join(c.ljust(w) if j in texts else c.rjust(w) for j, (c, w) in cells).rstrip())
+        return "\n".join(lines + self._notes())
 
     def _repr_html_(self) -> str:
         head, *body = [[html.escape(cell) for cell in line] for line in self._table()]
@@ -124,9 +118,8 @@ class Comparison:
         if held:
             axes[1].plot([r.log_evidence or 0.0 for r in self.rows], [r.nll for r in self.rows], "o", color="#D55E00")
             for r in self.rows:
-                axes[1].annotate(
-                    r.name, (r.log_evidence or 0.0, r.nll or 0.0), xytext=(4, 4), textcoords="offset points"
-                )
+                place = r.log_evidence or 0.0, r.nll or 0.0
+                axes[1].annotate(r.name, place, xytext=(4, 4), textcoords="offset points")
             axes[1].set_xlabel("log evidence")
             axes[1].set_ylabel("held-out negative log-likelihood, mean a point")
         return figure

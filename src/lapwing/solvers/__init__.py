@@ -3,16 +3,6 @@
 from lapwing.solvers.cg import Solution, cg
 from lapwing.solvers.estimate import Estimate
 from lapwing.solvers.lanczos import Lanczos, Quadrature, quadrature, slq
-from lapwing.solvers.nystrom import Nystrom, nystrom
+from lapwing.solvers.nystrom import Nystrom
 
-__all__ = [
-    "Estimate",
-    "Lanczos",
-    "Nystrom",
-    "Quadrature",
-    "Solution",
-    "cg",
-    "nystrom",
-    "quadrature",
-    "slq",
-]
+__all__ = ["Estimate", "Lanczos", "Nystrom", "Quadrature", "Solution", "cg", "quadrature", "slq"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,17 +166,10 @@ def quadrature(
     return Quadrature(estimate, max_steps, moved, False)
 
 
-def slq(
-    mv: Product,
-    starts: Tensor,
-    function: Callable[[Tensor], Tensor],
-    inner: Product | None = None,
-    max_steps: int = 300,
-    window: int | None = None,
-    gather: Product | None = None,
-) -> tuple[Estimate, int]:
-    """tr f(L) by `quadrature`, and the number of steps that it took; raises where it has not settled."""
-    found = quadrature(mv, starts, function, inner, max_steps, window, gather)
+def slq(*arguments: Any, **options: Any) -> tuple[Estimate, int]:
+    """tr f(L) by `quadrature`, whose arguments these are, and the number of steps that it took; raises where it has
+    not settled."""
+    found = quadrature(*arguments, **options)
     if not found.settled:
         raise NotConverged(
             f"Lanczos quadrature still moves by {found.moved:.3g} in its last quarter of {found.steps} steps (standard "

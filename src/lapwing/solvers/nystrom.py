@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, NotPositiveDefinite
-from lapwing.solvers.estimate import Estimate, mean_of
-from lapwing.solvers.product import Product, product
 
 ROUNDING = 1e3  # units in the last place of ‖Ω‖‖Y‖ by which ΩYᵀ may be off; sums over networks and data take 0.1 to 5
 ROUGH = 1e-3  # of the largest eigenvalue, which rounding may at most become where test vectors are nearly dependent
 EPS = torch.finfo(torch.float64).eps
-PROBES = 8  # vectors, beside the test vectors, that tell what is missing
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,28 +28,11 @@ class Nystrom:
     values: Tensor  # l (k,), falling, not negative
     vectors: Tensor  # V (k, p), orthonormal rows
     shift: float  # ν
-    missing: Estimate | None = None  # tr(G − Ĝ), where it was probed
 
     @property
     def root(self) -> Tensor:
         """R (k, p) with RᵀR = Ĝ."""
         return self.values.sqrt().unsqueeze(-1) * self.vectors
-
-
-@torch.no_grad()
-def nystrom(mv: Product, size: int, rank: int, generator: torch.Generator | None = None, eps: float = EPS) -> Nystrom:
-    """Approximate a G (size, size) by `rank` test vectors and a few probes, in one call of mv, whose products are good
-    to `eps`."""
-    if size < 1 or rank < 1:
-        raise InvalidValue(f"a rank and a size of at least 1 are needed, got rank {rank} of size {size}")
-    generator = generator or torch.Generator().manual_seed(0)
-    rank = min(rank, size)
-    tests = torch.randn(rank, size, generator=generator, dtype=torch.float64, device=generator.device)
-    z = 2.0 * torch.randint(0, 2, (PROBES, size), generator=generator, device=generator.device).double() - 1
-    sketch, image = product(mv, torch.cat([tests, z])).split([rank, PROBES])
-    found = from_sketch(sketch, tests, eps)
-    left = (z * image).sum(-1) - (z @ found.root.mT).square().sum(-1)
-    return Nystrom(found.values, found.vectors, found.shift, mean_of(left))
 
 
 def from_sketch(sketch: Tensor, tests: Tensor, eps: float = EPS) -> Nystrom:
@@ -121,9 +101,8 @@ def _cholesky(core: Tensor, shift: float) -> Tensor:
     eye = torch.eye(len(core), dtype=core.dtype, device=core.device)
     factor, failed = torch.linalg.cholesky_ex(_symmetric(core) + shift * eye)
     if bool(failed):
-        raise NotPositiveDefinite(
-            f"the core ΩGΩᵀ of a sketch is not positive definite to rounding ({shift:.3g}); use a smaller rank"
-        )
+        why = f"the core ΩGΩᵀ of a sketch is not positive definite to rounding ({shift:.3g})"
+        raise NotPositiveDefinite(f"{why}; use a smaller rank")
     return factor
 
 

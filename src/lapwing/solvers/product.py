@@ -21,13 +21,13 @@ def here(so: bool) -> bool:
     return so
 
 
-def product(mv: Product, v: Tensor, what: str = "the matrix") -> Tensor:
+def product(mv: Product, v: Tensor) -> Tensor:
     """K v in the dtype of v, of its shape and finite."""
     out = mv(v)
     if out.shape != v.shape:
         raise InvalidValue(f"mv must keep the shape of its vectors: got {tuple(out.shape)} for {tuple(v.shape)}")
     if not torch.isfinite(out).all():
-        raise InvalidValue(f"NaN or infinite values in a product with {what}; check it and its data")
+        raise InvalidValue("NaN or infinite values in a product with the matrix; check it and its data")
     return out.to(v)
 
 

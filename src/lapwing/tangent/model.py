@@ -87,10 +87,8 @@ class TangentModel:
     def embed(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full-shaped tensors of the selected parameters in their own dtypes, masked elements put in their places."""
         own = {n: v.to(self.params[n].dtype) for n, v in params.items()}
-        return {
-            n: (self.constants[n].index_put((self.layout.masks[n],), v) if n in self.layout.masks else v)
-            for n, v in own.items()
-        }
+        masked = {n: self.constants[n].index_put((mask,), own[n]) for n, mask in self.layout.masks.items() if n in own}
+        return own | masked
 
     def apply(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
         """f(x, θ): the network itself, not linearized, at any weights."""

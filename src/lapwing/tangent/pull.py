@@ -66,9 +66,8 @@ def _pulls(tangent: TangentModel, x: Any, u: Tensor, batched: bool) -> dict[str,
         ends = list(leaves.values())
 
         def pull(some: Tensor) -> Any:
-            return torch.autograd.grad(
-                out, ends, some.to(out), retain_graph=True, allow_unused=True, is_grads_batched=batched
-            )
+            settings = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
+            return torch.autograd.grad(out, ends, some.to(out), **settings)
 
         if batched:
             with any_batching_rule():
@@ -87,9 +86,8 @@ def _flat(tangent: TangentModel, grads: Mapping[str, Tensor], k: int) -> Tensor:
 def through(tangent: TangentModel, x: Any, v: Tensor, middle: Middle) -> tuple[Tensor, Tensor]:
     """J v (n, ..., c) and Jᵀu (p,) for v (p,), by one run; by a run each where that cannot be, or is not right."""
     run = lambda: _through(tangent, x, v, middle)  # noqa: E731
-    found = proof.attempt(
-        tangent, "through", proof.shapes(x), run, lambda found: _proved_through(tangent, x, v, *found)
-    )
+    right = lambda found: _proved_through(tangent, x, v, *found)  # noqa: E731
+    found = proof.attempt(tangent, "through", proof.shapes(x), run, right)
     if found is not None:
         jv, _, pulled = found
         return jv, tangent.layout.flatten(pulled).to(v)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -74,10 +75,9 @@ def trainable(model: nn.Module) -> Layout:
 
 def masks_of(chosen: Tensor, layout: Layout) -> dict[str, Tensor]:
     """Full-shaped masks of the parameters that a bool vector over a layout, (p,), touches."""
-    masks = {
-        n: torch.zeros_like(layout.masks[n]).masked_scatter(layout.masks[n], part) if n in layout.masks else part
-        for n, part in layout.unflatten(chosen).items()
-    }
+    masks = layout.unflatten(chosen)
+    for n, mask in layout.masks.items():
+        masks[n] = torch.zeros_like(mask).masked_scatter(mask, masks[n])
     return {n: mask for n, mask in masks.items() if bool(mask.any())}
 
 
@@ -186,13 +186,10 @@ def _traced(
         ended[0] += 1
         return seen(name, out) if leaf else None
 
-    own = [(n, m) for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
-    handles = [m.register_forward_pre_hook(before) for _, m in own]
-    handles += [m.register_forward_hook(functools.partial(after, name=n)) for n, m in own]
-    try:
-        with torch.enable_grad(), naming_inputs(model, example):
-            tensors = {f"model.{n}": t for n, t in {**params, **buffers}.items()}
-            return torch.func.functional_call(Swapped(model, forward), tensors, (example,)), params
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.enable_grad(), naming_inputs(model, example):
+        for name, module in model.named_modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                hooks.callback(module.register_forward_pre_hook(before).remove)
+                hooks.callback(module.register_forward_hook(functools.partial(after, name=name)).remove)
+        tensors = {f"model.{n}": t for n, t in {**params, **buffers}.items()}
+        return torch.func.functional_call(Swapped(model, forward), tensors, (example,)), params

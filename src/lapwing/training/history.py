@@ -52,20 +52,14 @@ def summaries(prior: Prior, likelihood: Likelihood) -> dict[str, float]:
 
 
 def recorded(
-    epoch: int,
-    state: State,
-    prior: Prior,
-    likelihood: Likelihood,
-    at_bound: tuple[str, ...],
-    train_loss: float,
-    network: dict[str, float],
+    epoch: int, state: State, prior: Prior, likelihood: Likelihood, at_bound: int, loss: float, also: dict[str, float]
 ) -> EvidenceRecord:
-    """The record of an update to these hyperparameters, beside those of the network."""
+    """The record of an update to these hyperparameters, and also to those of the network."""
     with torch.no_grad():
         value, fit = log_evidence(state, prior, likelihood), likelihood.log_likelihood(state.statistics)
     dimension = float(effective_dimension(state, prior, likelihood).sum())
-    values = {**summaries(prior, likelihood), **network}
-    return EvidenceRecord(epoch, float(value), float(fit), dimension, train_loss, values, len(at_bound))
+    values = {**summaries(prior, likelihood), **also}
+    return EvidenceRecord(epoch, float(value), float(fit), dimension, loss, values, at_bound)
 
 
 @dataclass(frozen=True)
@@ -95,10 +89,8 @@ class History:
         head = ("epoch", "log evidence", "log likelihood", "eff. dim.", "train loss", "hyperparameters")
         rows = [head, *(_row(r, r is self.best) for r in self.records)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
-        lines = [
-            "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows
-        ]
-        return "\n".join([*lines, "* the highest evidence"])
+        cells = [[*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]] for row in rows]
+        return "\n".join([*("  ".join(row).rstrip() for row in cells), "* the highest evidence"])
 
     def plot(self) -> Any:
         """A figure of evidence and fit, effective dimension and hyperparameters over epochs (needs matplotlib)."""

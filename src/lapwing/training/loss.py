@@ -87,20 +87,11 @@ class TrainingLoss:
 
 
 def begin(
-    model: nn.Module,
-    batches: Any,
-    likelihood: Any,
-    prior: Any,
-    fixed: tuple[str, ...],
-    *,
-    structure: Any,
-    factor: Any,
-    subset: Any,
-    forward: Any,
+    model: nn.Module, batches: Any, likelihood: Any, prior: Any, fixed: tuple[str, ...], settings: dict[str, Any]
 ) -> TrainingLoss:
     """The loss at the hyperparameters given, once all is seen to fit together: a mistake must not wait for the first
-    update, hours later."""
-    tangent = linearize(model, subset, forward=forward)
+    update, hours later. settings: the structure, factor, subset and forward of `lw.laplace`."""
+    tangent = linearize(model, settings["subset"], forward=settings["forward"])
     bound = arguments.as_prior(prior, tangent.layout, tangent.device)
     known = arguments.as_likelihood(likelihood).to(tangent.device)
     if isinstance(bound, GPrior):
@@ -122,7 +113,8 @@ def begin(
     except NetworkFailed as error:
         why = error.__cause__
         raise InvalidValue(f"the model does not run on a batch of the data: {why}; give its own data") from error
-    arguments.as_structure(structure, seen, BUDGET).resolved(seen, arguments.as_factor(factor, seen, known))
+    factor = arguments.as_factor(settings["factor"], seen, known)
+    arguments.as_structure(settings["structure"], seen, BUDGET).resolved(seen, factor)
     return TrainingLoss(model, cast(Gaussian, bound), known, seen.n - dropped(batches))
 
 

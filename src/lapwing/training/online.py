@@ -95,7 +95,7 @@ class OnlineEvidence:
         self._records: list[EvidenceRecord] = []
         self._losses: list[Tensor] = []
         self._warned = False
-        self.objective = begin(model, self.data, likelihood, prior, self.fixed, **self.settings)
+        self.objective = begin(model, self.data, likelihood, prior, self.fixed, self.settings)
         self.prior, self.likelihood, self.n = self.objective.prior, self.objective.likelihood, self.objective.n
         self.given = self.likelihood  # bounds are of the noise that was given: those of a noise on its way would move
 
@@ -130,7 +130,7 @@ class OnlineEvidence:
         bounds = box(la.state, self.prior, self.given, self.fixed)
         prior, likelihood, at_bound = climb(la.state, self.prior, self.likelihood, bounds, self.steps, self.lr)
         also = network.shown(self.model, self.names, {*prior.hyperparameters, *likelihood.hyperparameters})
-        record = recorded(epoch, la.state, prior, likelihood, at_bound, loss, also)
+        record = recorded(epoch, la.state, prior, likelihood, len(at_bound), loss, also)
         value = finite(record.log_evidence, [*bounds.start])
         if self.best is None or value > self.best.log_evidence:
             self.best = Snapshot(epoch, value, copied(self.model), prior, likelihood)

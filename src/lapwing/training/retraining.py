@@ -60,7 +60,7 @@ def mackay(
     fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
     batches = as_batches(data)
     settings = {"structure": structure, "factor": factor, "subset": "all", "forward": forward}
-    objective = begin(model, batches, likelihood, prior, fixed, **settings)
+    objective = begin(model, batches, likelihood, prior, fixed, settings)
     first = objective.likelihood  # its noise bounds the search: bounds must not move with the noise
     records: list[EvidenceRecord] = []
     for number in range(1, rounds + 1):
@@ -68,7 +68,7 @@ def mackay(
         la = laplace(model, batches, objective.likelihood, prior=objective.prior, **settings)
         bounds = box(la.state, objective.prior, first, fixed)
         wanted, gap = _update(la.state, objective, bounds)
-        records.append(_record(number, la.state, objective, bounds.at_bound(wanted)))
+        records.append(_record(number, la.state, objective, len(bounds.at_bound(wanted))))
         if gap <= tolerance:
             return la, History(tuple(records), converged=True)
         objective = _moved(objective, wanted)
@@ -94,7 +94,7 @@ def _moved(objective: TrainingLoss, log_values: dict[str, Tensor]) -> TrainingLo
     return TrainingLoss(objective.model, prior, likelihood, objective.n)
 
 
-def _record(number: int, state: State, objective: TrainingLoss, at_bound: tuple[str, ...]) -> EvidenceRecord:
+def _record(number: int, state: State, objective: TrainingLoss, at_bound: int) -> EvidenceRecord:
     prior, likelihood = objective.prior, objective.likelihood
     with torch.no_grad():
         loss = prior.price(state.tangent.theta) - likelihood.log_likelihood(state.statistics)

@@ -2,6 +2,12 @@
 
 The inputs of a position are its patch in the order (kernel offsets, channel of the group): with channels running
 fastest a patch is a few long runs of memory, which copies several times faster than the weight's own order.
+
+Transposed convolutions are convolutions of their input with zeros put between its elements and the kernel reversed,
+
+    out[y] = Σ_k x₀[y + padding − dilation·k] W[k],   x₀[stride·j] = x[j], zero elsewhere
+
+so they are linear maps shared over *output* positions, with the bias joined, exactly like convolutions.
 """
 
 from __future__ import annotations
@@ -26,11 +32,7 @@ class ConvRule(Rule):
         return math.prod(module.kernel_size)
 
     def inputs(self, module: Any, x: Tensor, n: int) -> Tensor:
-        dims, b = len(module.kernel_size), module.groups
-        windows = patches(_padded(module, x), module.kernel_size, module.stride, module.dilation)  # (n', *out, *k, c)
-        windows = windows.unflatten(-1, (b, -1))
-        order = (*range(1 + dims), 1 + 2 * dims, *range(1 + dims, 1 + 2 * dims), 2 + 2 * dims)
-        return windows.permute(order)  # (n', *out, b, *k, c), without a copy
+        return _by_group(patches(_padded(module, x), module.kernel_size, module.stride, module.dilation), module)
 
     def outputs(self, module: Any, g: Tensor, n: int) -> Tensor:
         k, m, b = g.shape[0], g.shape[1], module.groups
@@ -38,12 +40,29 @@ class ConvRule(Rule):
         return g if m == n else g.reshape(k, n, -1, *g.shape[3:])
 
 
+@register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class ConvTransposeRule(ConvRule):
+    transposed = True
+
+    def inputs(self, module: Any, x: Tensor, n: int) -> Tensor:
+        dims = len(module.kernel_size)
+        windows = patches(_spread(module, x), module.kernel_size, (1,) * dims, module.dilation)
+        windows = windows.flip(tuple(range(1 + dims, 1 + 2 * dims)))  # offset k of the kernel looks back by k
+        return _by_group(windows, module)
+
+
+def _by_group(windows: Tensor, module: Any) -> Tensor:
+    """Windows (n, *out, *k, b c) as (n, *out, b, *k, c), without a copy."""
+    dims = len(module.kernel_size)
+    return windows.unflatten(-1, (module.groups, -1)).movedim(1 + 2 * dims, 1 + dims)
+
+
 def _padded(module: Any, x: Tensor) -> Tensor:
     """The padded input with channels last, (n, *in, c), contiguous."""
-    if isinstance(module.padding, str):  # 'same' or 'valid'
-        amounts = (
-            module._reversed_padding_repeated_twice if module.padding == "same" else [0] * (2 * len(module.stride))
-        )
+    if module.padding == "valid":
+        amounts = [0] * (2 * len(module.stride))
+    elif module.padding == "same":
+        amounts = module._reversed_padding_repeated_twice
     else:
         amounts = [amount for side in reversed(module.padding) for amount in (side, side)]
     if any(amounts) and module.padding_mode != "zeros":
@@ -61,11 +80,22 @@ def _padded(module: Any, x: Tensor) -> Tensor:
 
 def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
     """All windows of x (n, *in, c) as a view, (n, *out, *kernel, c)."""
-    size = [
-        (length - d * (k - 1) - 1) // s + 1
-        for length, k, s, d in zip(x.shape[1:-1], kernel, stride, dilation, strict=True)
-    ]
+    lengths = zip(x.shape[1:-1], kernel, stride, dilation, strict=True)
+    size = [(length - d * (k - 1) - 1) // s + 1 for length, k, s, d in lengths]
     first, *steps, last = x.stride()
     moves = [s * step for s, step in zip(stride, steps, strict=True)]
     offsets = [d * step for d, step in zip(dilation, steps, strict=True)]
     return torch.as_strided(x, (len(x), *size, *kernel, x.shape[-1]), (first, *moves, *offsets, last))
+
+
+def _spread(module: Any, x: Tensor) -> Tensor:
+    """x₀ with channels last and padded so that each window of the kernel's reach is one output's, (n, *in, c)."""
+    long = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], module.stride, strict=True)]
+    out = x.new_zeros(len(x), *long, x.shape[1])
+    out[(slice(None), *[slice(None, None, s) for s in module.stride])] = x.movedim(1, -1)
+    amounts = [0, 0]  # the channels
+    each = zip(module.kernel_size, module.dilation, module.padding, module.output_padding, strict=True)
+    for k, d, p, more in reversed(list(each)):
+        reach = d * (k - 1) - p
+        amounts += [reach, reach + more]  # a negative amount cuts
+    return F.pad(out, amounts).contiguous()

@@ -83,7 +83,7 @@ def _run(
     w_ih, w_hh, w_hr, b_ih, b_hh = map(own, ("weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh"))
     z = F.linear(x, w_ih, b_ih).unsqueeze(2)
     keep(f"ih{suffix}", x.unsqueeze(2), z)
-    cell = _cell(module.mode)
+    cell = CELLS[module.mode]
     n, t, _, rows = z.shape
     added = [x.new_zeros(n, t, 1, rows).requires_grad_()]
     if w_hr is not None:
@@ -104,18 +104,12 @@ def _run(
     return torch.stack(out, 1), (h, c)
 
 
-def _cell(mode: str) -> Cell:
-    return {"RNN_TANH": _tanh, "RNN_RELU": _relu, "GRU": _gru, "LSTM": _lstm}[mode]
+def _plain(activation: Callable[[Tensor], Tensor]) -> Cell:
+    def cell(z: Tensor, r: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        h = activation(z + r)
+        return h, h
 
-
-def _tanh(z: Tensor, r: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    h = torch.tanh(z + r)
-    return h, h
-
-
-def _relu(z: Tensor, r: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    h = torch.relu(z + r)
-    return h, h
+    return cell
 
 
 def _gru(z: Tensor, r: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -130,3 +124,6 @@ def _lstm(z: Tensor, r: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     i, f, g, o = (z + r).chunk(4, -1)
     c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c
+
+
+CELLS = {"RNN_TANH": _plain(torch.tanh), "RNN_RELU": _plain(torch.relu), "GRU": _gru, "LSTM": _lstm}
