@@ -43,13 +43,25 @@ LIKELIHOODS = {
 }
 
 
+TASKS = ("classification", "regression")  # what people come with; a task also says how predictions are made
+
+
+def as_task(likelihood: Any, outputs: int) -> Any:
+    """The likelihood that a task stands for, in a network of so many outputs; others as they are."""
+    if not isinstance(likelihood, str) or likelihood not in TASKS:
+        return likelihood
+    if likelihood == "regression":
+        return likelihoods.Gaussian()
+    return likelihoods.Dirichlet() if outputs > 1 else likelihoods.DirichletBernoulli()
+
+
 def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
     """A likelihood by its name, or as it is."""
     if isinstance(likelihood, likelihoods.Likelihood):
         return likelihood
     if isinstance(likelihood, str) and likelihood in LIKELIHOODS:
         return LIKELIHOODS[likelihood]()
-    raise InvalidValue(f"likelihood must be one of {list(LIKELIHOODS)} or an object, got {likelihood!r}")
+    raise InvalidValue(f"likelihood must be one of {[*TASKS, *LIKELIHOODS]} or an object, got {likelihood!r}")
 
 
 def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Prior:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lapwing.errors import InvalidValue
 
 CENTERS = ("tangent", "map", "process")
-MEANS = ("network", "tangent", "process", "mixture")
+MEANS = ("network", "tangent", "process", "mixture", "auto")
 
 
 def checked_center(center: str) -> str:

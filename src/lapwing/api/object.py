@@ -19,6 +19,7 @@ from lapwing.api import other_data, tuning, words
 from lapwing.api.choices import checked_center, checked_mean
 from lapwing.api.judging import Judged
 from lapwing.arguments import as_likelihood, as_prior, as_shard
+from lapwing.calibration import Calibration, pack
 from lapwing.center import Center, Jacobian, about_constant, check_gaussian, read, tangent_map
 from lapwing.curvature import BUDGET, State
 from lapwing.curvature.data_root import source
@@ -49,7 +50,9 @@ class Laplace(Judged):
     frozen: tuple[str, ...] = field(default=())  # parameters that are not Bayesian
     data: Any = None  # what was fitted, for the verbs that read it again; a reference, never saved
     at: Center | None = None  # v*, where it is known; see `tangent_map`
-    temperature: float = 1.0  # of the posterior: its covariance times that; 1 is Bayes, others by held-out data only
+    temperature: float = 1.0  # of the posterior: its covariance times that; 1 is Bayes
+    mean: str = "network"  # that predictions are about, unless told otherwise
+    calibration: Calibration | None = None  # what mean="auto" is, once it was chosen
 
     @property
     def n(self) -> int:  # type: ignore[override]
@@ -139,11 +142,13 @@ class Laplace(Judged):
         method: str | None = None,
         fixed: tuple[str, ...] = (),
         data: Any = None,
-        center: str = "tangent",
+        center: str | None = None,
         mean: str = "network",
     ) -> Laplace:
         """A new object with the prior precision and noise that the evidence picks.
 
+        Of "classification", it then chooses by the training data how sure predictions may be, `la.calibration`; its
+        center is "map". center of the others:
         center: "tangent", the mode v* of the tangent model: right in every network, and reads the data (of the fit
         unless given) several times; "map", the trained weights: reads none (but 64 examples that classes are
         compared on afterwards), and is biased where they are no mode.
@@ -159,7 +164,9 @@ class Laplace(Judged):
 
     def replace(self, prior: Any = None, likelihood: Any = None) -> Laplace:
         """The same curvature under another prior or noise; a tangent center is solved for when it is needed."""
-        return replace(self, prior=self._prior(prior), likelihood=self._likelihood(likelihood), tuning=None, at=None)
+        fresh = {"tuning": None, "at": None, "calibration": None}
+        fresh |= {} if self.calibration is None else {"temperature": 1.0}
+        return replace(self, prior=self._prior(prior), likelihood=self._likelihood(likelihood), **fresh)
 
     def gathered(self) -> Laplace:
         """matrix_free over a process group, called on every rank: the same with all samples on each, for predictions at
@@ -199,7 +206,7 @@ class Laplace(Judged):
         x: Any,
         link: str = "auto",
         joint: bool = False,
-        mean: str = "network",
+        mean: str | None = None,
         via: str = "tangent",
         *,
         samples: int = 64,
@@ -210,17 +217,22 @@ class Laplace(Judged):
         x: inputs as in the data; targets that a mapping holds under "labels" are left out.
         link: "auto", "probit", "probit_centered", "bridge" or "monte_carlo", for classes.
         joint: the covariance over all inputs together.
-        mean: "network"; "tangent" for h(x, v̄), the same while the center is the trained weights; "process" for c + J v,
+        mean: what predictions are about. "auto" is that of la.calibration, and the default of a task; "network" is the
+        default of likelihoods; "tangent" for h(x, v̄), the same while the center is the trained weights; "process" for c + J v,
         the mean of a Gaussian process with the tangent kernel and a constant prior mean, solved for on the data of the
         fit where it is not known; "mixture" of the network's and the process's, in equal parts.
         via: "tangent", or "network" to draw `samples` weights about the trained ones and run the network itself: that
         underfits.
         """
-        if checked_mean(mean) != "network" and via == "network":
+        if mean is not None and checked_mean(mean) != "network" and via == "network":
             raise InvalidValue(f"via='network' has a mean of its own, that of its runs; drop mean={mean!r}")
+        mean = mean or ("network" if via == "network" else self.mean)
         warn_unfit(self._training_nll, stacklevel=2)
         inputs, likelihood = self.inputs(x), self.likelihood.plain
-        if mean == "network" or (mean == "tangent" and self.center == "map"):
+        if mean == "auto" and self.calibration is not None:
+            made = self.spread.outputs(inputs, joint, samples=samples, generator=generator)
+            return Prediction(likelihood.predictive, self.calibration.applied(made, inputs), link)
+        if mean in ("network", "auto") or (mean == "tangent" and self.center == "map"):
             return predict(
                 self.spread, likelihood, inputs, link, joint=joint, via=via, samples=samples, generator=generator
             )
@@ -233,7 +245,9 @@ class Laplace(Judged):
     @cached_property
     def _training_nll(self) -> tuple[float, ...]:
         """That of `tuning`, or found now where the data are at hand and in this process; held-out data said it all."""
-        if self.tuning is not None and (self.tuning.train_nll or self.tuning.method == "validation"):
+        if self.calibration is not None or (self.tuning is not None and self.tuning.method == "validation"):
+            return ()
+        if self.tuning is not None and self.tuning.train_nll:
             return self.tuning.train_nll
         if self.data is None or ranks_of(self.data).group is not None:  # which may be gone by now
             return ()
@@ -275,8 +289,10 @@ class Laplace(Judged):
             "memory_budget": self.memory_budget,
             "forward_hook": self.tangent.custom_forward,
             "temperature": self.temperature,
+            "mean": self.mean,
         }
-        tensors, header = tensors | more | found, header | objects | center | extra
+        chosen, calibration = pack(self.calibration)
+        tensors, header = tensors | more | found | chosen, header | objects | center | extra | calibration
         io.check_writable(tensors, header, path)
         return tensors, header
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lapwing import tune
 from lapwing.api.choices import checked_center, checked_mean
 from lapwing.arguments import as_shard
+from lapwing.calibration import calibrate
 from lapwing.center import about_constant, check_gaussian
 from lapwing.data import ranks_of
 from lapwing.errors import InvalidValue
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from lapwing.api.object import Laplace
 
 
-def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, center: str, mean: str) -> Laplace:
+def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, center: str | None, mean: str) -> Laplace:
     """As `Laplace.tuned` says."""
+    if la.mean == "auto" and la.likelihood.classes and method != "validation" and center in (None, "map"):
+        return _calibrated(la, method, fixed, data)
+    center = center or "tangent"
     if checked_mean(mean) != "network" and (method == "validation" or checked_center(center) == "map"):
         raise InvalidValue(f"mean={mean!r} belongs to the evidence at center='tangent' or 'process', which learn v*")
     if la.streams and data is not None and method != "validation":
@@ -37,9 +41,8 @@ def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, ce
             raise InvalidValue("center='map' reads no data: the evidence is of the data already fitted; drop data=")
         tune.warn_no_mode(la.tangent)
         prior, likelihood, tuning = methods[method](*start)
-        return replace(
-            la, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0
-        ).compared()
+        found = replace(la, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None)
+        return replace(found, temperature=1.0, calibration=None).compared()
     check_gaussian(la.prior)
     batches = la.read_again(data, f"tuned(center={center!r})", "; center='map' reads none")
     jacobian = la.jacobian(batches)
@@ -55,7 +58,20 @@ def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, ce
         at=tracker.found(),
         data=batches,
         temperature=1.0,
+        calibration=None,
     ).compared()
+
+
+def _calibrated(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any) -> Laplace:
+    """A prior by the evidence at the trained weights, and how sure predictions may be by the training data."""
+    if method not in (None, "evidence"):
+        raise InvalidValue(f"a classification is tuned by the evidence at the trained weights; drop method={method!r}")
+    batches = la.read_again(data, "tuned()")
+    fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
+    prior, likelihood, tuning = tune.evidence(la.state, la.prior, la.likelihood, fixed)
+    found = replace(la, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0)
+    chosen = calibrate(found.spread, likelihood, batches)
+    return replace(found, data=batches, temperature=chosen.choice.scale, calibration=chosen)
 
 
 def _validated(la: Laplace, data: Any, fixed: tuple[str, ...]) -> Laplace:
@@ -64,4 +80,5 @@ def _validated(la: Laplace, data: Any, fixed: tuple[str, ...]) -> Laplace:
         raise InvalidValue("method='validation' needs held-out data, other than the fit's: pass data=")
     batches = as_shard(data, ranks_of(la.data))
     found = tune.validation(la.state, la.prior, la.likelihood, batches, fixed, la.temperature, la.memory_budget)
-    return replace(la, prior=found[0], likelihood=found[1], temperature=found[2], tuning=found[3], at=None)
+    chosen = {"temperature": found[2], "tuning": found[3], "calibration": None}
+    return replace(la, prior=found[0], likelihood=found[1], at=None, **chosen)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lapwing import files, io, likelihoods, priors, tree
 from lapwing.api.object import Laplace, check_served
 from lapwing.arguments import (
+    TASKS,
     as_budget,
     as_factor,
     as_likelihood,
@@ -22,17 +23,21 @@ from lapwing.arguments import (
     as_shard,
     as_structure,
     as_tangent,
+    as_task,
     facts,
 )
 from lapwing.curvature import BUDGET, State, accumulate, probe
 from lapwing.curvature.overflow import check_sums
-from lapwing.data import dropped, ranks_of
+from lapwing.data import dropped, first_inputs, ranks_of
 from lapwing.errors import BrokenFile, InvalidValue
 from lapwing.packing import sound
 from lapwing.posterior import placed
 from lapwing.shell import Blended, Fitted, Shell
 from lapwing.tangent import TangentModel, linearize
 from lapwing.tangent.calling import unwrapped
+
+# structure="auto" of a task: its calibration wants error bars that are as wide at training inputs as at others
+AUTOMATIC = {"classification": "kron"}
 
 
 @torch.inference_mode(False)
@@ -55,7 +60,9 @@ def laplace(
 ) -> Laplace:
     """Turn a trained network into a Bayesian one, by one pass over its training data.
 
-    data: a DataLoader, a Dataset or (X, y). likelihood: a key of LIKELIHOODS or an object of lw.likelihoods.
+    data: a DataLoader, a Dataset or (X, y).
+    likelihood: "classification" or "regression", with which tuned() also chooses how predictions are made; or a key of
+    LIKELIHOODS or an object of lw.likelihoods, which is taken at its word.
     structure: "auto", a key of STRUCTURES or an object.
     subset: "all", "last_layer", globs, {name: mask} or one bool vector.
     prior: a precision, "layerwise", "gprior", {glob: precision} or an object. factor: "auto", "exact", "monte_carlo",
@@ -67,9 +74,12 @@ def laplace(
     """
     ranks = as_ranks(process_group)
     with ranks.sharing_errors("reading the arguments"):
-        budget, likelihood = as_budget(memory_budget), as_likelihood(likelihood)
+        budget, task = as_budget(memory_budget), likelihood if likelihood in TASKS else ""
+        likelihood = likelihood if task else as_likelihood(likelihood)
     batches = as_shard(data, ranks)
     tangent = as_tangent(model, batches, subset, forward)
+    if task:
+        likelihood = as_task(task, tangent.output_shape(first_inputs(batches, tangent.device))[1])
     with ranks.sharing_errors("reading the prior"):
         bound = as_prior(prior, tangent.layout, tangent.device)
     ranks.agree(
@@ -77,7 +87,7 @@ def laplace(
         "Give every rank the same network (load one file, or broadcast the weights) and the same arguments",
     )
     seen = probe(tangent, batches, likelihood)
-    chosen = as_structure(structure, seen, budget)
+    chosen = as_structure(AUTOMATIC.get(task, structure) if structure == "auto" else structure, seen, budget)
     likelihood = likelihood.to(tangent.device)
     state = accumulate(
         chosen,
@@ -97,7 +107,8 @@ def laplace(
             f"the data gave {expected} examples in one pass and {state.n} in another; curvature and "
             "evidence are sums over data: give a loader that holds the same examples in every pass"
         )
-    return replace(_assemble(state, placed(bound, state), likelihood, budget), data=batches)
+    made = _assemble(state, placed(bound, state), likelihood, budget)
+    return replace(made, data=batches, mean="auto" if task else "network")
 
 
 def from_state(state: State, model: nn.Module, prior: Any, likelihood: Any) -> Laplace:
@@ -166,7 +177,9 @@ def _laplace(tensors: dict[str, Tensor], header: dict[str, Any], model: nn.Modul
             prior = prior.put_back(tangent.theta)
     la = _assemble(state, prior, saved.likelihood.to(device), saved.memory_budget)
     at, temperature = saved.center_at(device), saved.temperature
+    held = None if saved.calibration is None else saved.calibration.to(device)
     la = replace(la, center=saved.center, tuning=saved.tuning, at=at, temperature=temperature)
+    la = replace(la, mean=saved.mean, calibration=held)
     if la.streams:
         saved.remind(la.spread.precision)
     return la

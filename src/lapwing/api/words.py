@@ -27,7 +27,8 @@ def described(la: Laplace) -> str:
     values = [f"{k} {_range(v.reshape(-1))}" for k, v in la.prior.hyperparameters.items()]
     shown = ", ".join(values) or la.prior.kind
     noise = "".join(f", {k}={_numbers(v)}" for k, v in la.likelihood.hyperparameters.items())
-    shown += "" if la.temperature == 1.0 else f"; temperature {la.temperature:.3g}"
+    shown += "" if la.temperature == 1.0 or la.calibration else f"; temperature {la.temperature:.3g}"
+    shown += f"; {la.calibration}" if la.calibration else ""
     return (
         f"Laplace({la.likelihood.kind}{noise}; {la.state.structure}{la.captured[0]}, "
         f"{la.state.factor} factor; "

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import fixed, tree
+from lapwing import calibration, fixed, tree
+from lapwing.calibration import Calibration
 from lapwing.center import Center
 from lapwing.curvature import Factor, Part, State, Structure
 from lapwing.curvature.cover import check_layers
@@ -64,6 +65,8 @@ class Saved:
     temperature: float
     memory_budget: int
     forward_hook: bool
+    mean: str
+    calibration: Calibration | None
 
     def attached(self, tangent: TangentModel) -> State:
         """The state, at the network that it was made at."""
@@ -205,7 +208,8 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     if center != ("map" if at is None else "tangent" if at.constant is None else "process"):
         raise BrokenFile(f"it is centered at {center!r}, and {'has no' if at is None else 'has a'} tangent center")
     temperature, budget = entries.take("temperature", "float", math.ulp(0.0)), entries.take("memory_budget", "int", 1)
-    rest = samples, logdet, temperature, budget, entries.take("forward_hook", "bool")
+    rest = samples, logdet, temperature, budget, entries.take("forward_hook", "bool"), entries.take("mean", "str")
+    rest = *rest, calibration.unpack(entries, held)
     entries.done()
     held.done()
     return Saved(layout, state, prior, likelihood, center, at, tuning, *rest)

@@ -1,0 +1,68 @@
+"""Features of the inputs that have seen no label: random Fourier features (Rahimi and Recht, 2007).
+
+    φ(x) = [cos(x̃ W + b) / √d, √½],   x̃ = (x − mean) / std / √D,   W ~ N(0, 1),  b ~ U(0, 2π)
+
+so that φ(x)ᵀφ(x') ≈ ½ exp(−½‖x̃ − x̃'‖²) + ½: a smooth function of the inputs with a constant, of mean square 1. A
+number of the inputs that never changes is left out. Shapes: n inputs of D numbers, d features and one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.data import passes, ranks_of
+
+COUNT = 1024  # d
+MOST_NUMBERS = 2**14  # of one input: beyond, W alone would take more than 128 MB
+SEED = 0
+
+
+@dataclass(frozen=True, eq=False)
+class InputFeatures:
+    """φ, for inputs with this mean (D,) and 1/(std √D) (D,), which is 0 for those that never change."""
+
+    center: Tensor
+    scale: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(n, d + 1), float64."""
+        W, b = self._waves
+        z = (x.flatten(1).double() - self.center) * self.scale @ W
+        return torch.cat([z.add_(b).cos_() / math.sqrt(COUNT), z.new_full((len(x), 1), math.sqrt(0.5))], 1)
+
+    @cached_property
+    def _waves(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(SEED)
+        W = torch.randn(len(self.center), COUNT, generator=generator, dtype=torch.float64)
+        b = torch.rand(COUNT, generator=generator, dtype=torch.float64)
+        return W.to(self.center.device), (2 * math.pi * b).to(self.center.device)
+
+
+def input_features(batches: Iterable[Any], device: torch.device) -> InputFeatures | None:
+    """By one pass over the data, without the network; None where inputs are no tensor of numbers, or of too many."""
+    ranks, sums = ranks_of(batches), None
+    for x, _ in passes(batches, device, label="inputs"):
+        if not suits(x):
+            return None
+        rows = x.flatten(1).double()
+        if sums is None:
+            sums = rows.new_zeros(3, rows.shape[1])
+        sums += torch.stack([torch.ones_like(rows[0]) * len(rows), rows.sum(0), rows.square().sum(0)])
+    if sums is None or not ranks.alone:  # inputs of a rank's own are not those of all
+        return None
+    n, mean = sums[0], sums[1] / sums[0]
+    std = (sums[2] / n - mean.square()).clamp(min=0).sqrt()
+    still = std <= 1e-6 * std.max()
+    return InputFeatures(mean, torch.where(still, 0.0, 1 / (std * math.sqrt(max(1, int((~still).sum()))))))
+
+
+def suits(x: Any) -> bool:
+    """Whether inputs are a tensor of numbers, (n, ...), that features can be made of."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2 and x[0].numel() <= MOST_NUMBERS

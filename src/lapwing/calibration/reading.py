@@ -1,0 +1,136 @@
+"""What the choice of a calibration reads of the training data: one pass over the inputs, and one through the network.
+
+Sums are over all the data; logits, nodes and features are kept at the first ROWS of them, at which loss is looked at.
+Shapes: n data, m rows, d features, c outputs, j nodes, k draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.calibration.features import InputFeatures, input_features
+from lapwing.calibration.ridge import LOGIT_NOISE, Regression, Sums
+from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.data import passes, ranks_of
+from lapwing.likelihoods import Likelihood
+from lapwing.outputs import Outputs
+from lapwing.outputs.points import psd_root, quasi_normal
+from lapwing.posterior import Gaussian
+from lapwing.tree import rows_of
+
+ROWS = 512  # m
+NODES = 16  # j and k
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Rows of training data: outputs f (m, c), nodes e (j, m, c) about them, targets y; and what the features know of
+    all the data: of the network's outputs, and of observations that targets make, each left out at the rows."""
+
+    f: Tensor
+    e: Tensor
+    y: Tensor
+    n: int
+    features: InputFeatures | None = None
+    network: Regression | None = None
+    targets: Regression | None = None
+
+    @property
+    def draws(self) -> Tensor:
+        """Left-out outputs of the network (k, m, c): draws of what its other outputs foretell."""
+        assert self.network is not None
+        z = quasi_normal(NODES, self.f.shape[-1]).to(self.f) @ psd_root(self.network.between).mT
+        return self.network.mean + self.network.spread[:, None] * z[:, None]
+
+    @property
+    def r2(self) -> float:
+        """How much of the network's outputs the others foretell."""
+        assert self.network is not None
+        missed, whole = (self.f - self.network.mean).square().sum(), (self.f - self.network.offset).square().sum()
+        return float(1 - missed / whole)
+
+
+@torch.no_grad()
+def read(posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], progress: bool = False) -> Seen:
+    """By passes over the data of the fit. The likelihood makes observations of targets."""
+    device, ranks = posterior.tangent.device, ranks_of(batches)
+    features = input_features(batches, device)
+    kept: list[tuple[Tensor, ...]] = []
+    sums: list[Tensor] = []
+    n, wanted = 0, -(-ROWS // ranks.size)
+    for x, y in passes(batches, device, progress, "calibration"):
+        few = wanted - sum(len(one[0]) for one in kept)
+        if few > 0:
+            kept.append(_rows(posterior, x, y, few))
+        elif features is None:
+            break
+        n += len(y)
+        if features is not None:
+            f = posterior.tangent(x).double()
+            if f.ndim != 2:
+                features = None  # outputs at several positions of one input
+                continue
+            _add(sums, features(x), f, _observed(likelihood, f, y))
+    f, e, y = (torch.cat(parts, dim) for parts, dim in zip(zip(*kept, strict=True), (0, 1, 0), strict=True))
+    if not ranks.alone:
+        f, e, y = (torch.cat(ranks.joined([t], "rows of training data"), dim) for t, dim in ((f, 0), (e, 1), (y, 0)))
+    if features is None:
+        return Seen(f, e, y, ranks.count(n, "examples"))
+    phi = features(_inputs(batches, device, len(f)))
+    fits = _regressions(sums, n, phi, f, _observed(likelihood, f, y))
+    return Seen(f, e, y, n, features, *fits)
+
+
+def _observed(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """What targets say of outputs, (n, c)."""
+    return likelihood.observations(f, y)[0].double()  # type: ignore[attr-defined]
+
+
+def _rows(posterior: Gaussian, x: Any, y: Tensor, few: int) -> tuple[Tensor, Tensor, Tensor]:
+    """f (m, c), e (j, m, c) and y of the first rows of a batch."""
+    if posterior.tangent.separable(x):
+        x, y = rows_of(x, slice(0, few)), y[:few]
+    made = posterior.outputs(x)
+    f = flat_outputs(made.mean).double()
+    return f[:few], _nodes(made)[:, :few], flat_targets(made.mean, y)[:few]
+
+
+def _nodes(made: Outputs) -> Tensor:
+    """Of outputs about their mean, (j, m, c)."""
+    f = flat_outputs(made.mean).double()
+    if made.normal:
+        root = psd_root(made.marginal.double().reshape(*f.shape, f.shape[-1]))
+        return torch.einsum("nab,jb->jna", root, quasi_normal(NODES, f.shape[-1]).to(f))
+    return made.nodes(torch.arange(len(f), device=f.device), None).f[:NODES] - f
+
+
+def _add(sums: list[Tensor], phi: Tensor, *targets: Tensor) -> None:
+    """Φᵀ Φ and Φᵀ 1; then for each of the targets Φᵀ t, tᵀ t, tᵀ 1."""
+    found = [phi.mT @ phi, phi.sum(0)]
+    for t in targets:
+        found += [phi.mT @ t, t.mT @ t, t.sum(0)]
+    if not sums:
+        sums.extend(torch.zeros_like(one) for one in found)
+    for total, one in zip(sums, found, strict=True):
+        total += one
+
+
+def _regressions(sums: list[Tensor], n: int, phi: Tensor, f: Tensor, t: Tensor) -> tuple[Regression, Regression]:
+    gram, total, *rest = sums
+    of = [Sums(gram, cross, total, square, one, n) for cross, square, one in (rest[:3], rest[3:])]
+    return of[0].fitted(phi, f, LOGIT_NOISE), of[1].fitted(phi, t)
+
+
+def _inputs(batches: Iterable[Any], device: torch.device, rows: int) -> Tensor:
+    """The inputs of the first rows."""
+    found: list[Tensor] = []
+    for x, _ in passes(batches, device):
+        found.append(x[: rows - sum(map(len, found))])
+        if sum(map(len, found)) >= rows:
+            break
+    return torch.cat(found)

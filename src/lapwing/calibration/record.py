@@ -1,0 +1,147 @@
+"""A calibration: what predictions of a posterior are multiplied by, and moved by.
+
+    outputs ~ N(a f(x) + b m(x), s V(x)),      m(x) = φ(x) w + offset
+
+s is the temperature of the posterior, which its owner keeps. Shapes: d features, c outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.calibration.classes import FEW, HALF, Choice, Rows, choose
+from lapwing.calibration.features import COUNT, InputFeatures, suits
+from lapwing.calibration.reading import read
+from lapwing.errors import BrokenFile, InvalidValue
+from lapwing.likelihoods import Likelihood
+from lapwing.outputs import Outputs
+from lapwing.packing import Entries, Tensors, pack_plain, unpack_plain
+from lapwing.posterior import Gaussian
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """A choice of s, a and b, with m where b is not 0: `features` φ, `weights` (d, c) and `offset` (c,)."""
+
+    choice: Choice
+    n: int  # examples that it was chosen by
+    features: InputFeatures | None = None
+    weights: Tensor | None = None
+    offset: Tensor | None = None
+
+    def applied(self, made: Outputs, x: Any) -> Outputs:
+        """Outputs at x about a f + b m; their covariance is s V already."""
+        by = (self.choice.a - 1) * made.mean
+        return made.moved(by if self.features is None else by + self.choice.b * self._labels(x).to(by))
+
+    def _labels(self, x: Any) -> Tensor:
+        assert self.features is not None
+        assert self.weights is not None
+        assert self.offset is not None
+        if not suits(x) or x[0].numel() != len(self.features.center):
+            raise InvalidValue(
+                f"this fit was calibrated on inputs of {len(self.features.center)} numbers each; give such inputs, or "
+                "predict(mean='network')"
+            )
+        return self.features(x) @ self.weights + self.offset
+
+    @property
+    def by_features(self) -> bool:
+        """Whether examples that are left out had a say."""
+        return not math.isnan(self.choice.r2)
+
+    def __str__(self) -> str:
+        one = self.choice
+        words = f"covariance × {one.scale:.3g}, logits × {one.a:.3g}"
+        return words + (f", labels of near inputs × {one.b:.3g}" if one.b else "")
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What a user should know of how it was chosen."""
+        one = self.choice
+        if not self.by_features:
+            why = "its inputs have no features that examples could be left out by"
+        elif one.r2 < HALF:
+            why = f"near inputs foretell little of what the network says (R² {one.r2:.2f})"
+        elif self.n > FEW and not one.b:
+            why = f"with {self.n:,} examples a network knows more than near inputs do"
+        else:
+            return ()
+        return (
+            f"how sure it may be was chosen by what that costs on its own training data ({one.premium:.3g} nats a "
+            f"row), as {why}. A network that was held back in training (strong weight decay with normalization) may "
+            "end too modest: with held-out labels, call tuned(method='validation', data=...)",
+        )
+
+    def to(self, device: torch.device) -> Calibration:
+        """On a device."""
+        if self.features is None or self.weights is None or self.offset is None:
+            return self
+        features = InputFeatures(self.features.center.to(device), self.features.scale.to(device))
+        return Calibration(self.choice, self.n, features, self.weights.to(device), self.offset.to(device))
+
+
+@torch.inference_mode(False)
+def calibrate(
+    posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], progress: bool = False
+) -> Calibration:
+    """Chosen by the data of the fit. The posterior is that of temperature 1; the likelihood makes observations of
+    labels, as "dirichlet" does."""
+    seen = read(posterior, likelihood, batches, progress)
+    known = (seen.f, seen.e, seen.y, seen.n)
+    if seen.network is None or seen.targets is None:
+        return Calibration(choose(Rows(likelihood.predictive, *known)), seen.n)
+    choice = choose(Rows(likelihood.predictive, *known, seen.draws, seen.r2, seen.targets.mean))
+    if not choice.b:
+        return Calibration(choice, seen.n)
+    return Calibration(choice, seen.n, seen.features, seen.targets.weights, seen.targets.offset)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def pack(calibration: Calibration | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As tensors and a header."""
+    if calibration is None:
+        return {}, {"calibration": None}
+    numbers = {key: None if math.isnan(v) else v for key, v in pack_plain(calibration.choice).items()}
+    tensors: dict[str, Tensor] = {}
+    if calibration.features is not None and calibration.weights is not None and calibration.offset is not None:
+        tensors = {
+            "calibration.center": calibration.features.center,
+            "calibration.scale": calibration.features.scale,
+            "calibration.weights": calibration.weights,
+            "calibration.offset": calibration.offset,
+        }
+    return tensors, {"calibration": {"choice": numbers, "n": calibration.n}}
+
+
+def unpack(entries: Entries, held: Tensors) -> Calibration | None:
+    """Checked against itself."""
+    spec = entries.take("calibration", "dict | None")
+    if spec is None:
+        return None
+    inner = Entries(spec)
+    numbers, n = inner.take("choice", "dict"), inner.take("n", "int", 1)
+    inner.done()
+    if set(numbers) != {one.name for one in fields(Choice)}:
+        raise BrokenFile(f"its calibration has the numbers {list(numbers)}")
+    numbers = {key: math.nan if v is None else v for key, v in numbers.items()}
+    choice = Choice(**unpack_plain(Choice, numbers, "its calibration"))
+    if not (0 < choice.scale <= 1 and 0 < choice.a <= 1 and choice.b >= 0):
+        raise BrokenFile(f"its calibration multiplies by {choice.scale}, {choice.a} and {choice.b}")
+    if not choice.b:
+        return Calibration(choice, n)
+    center, double = held.finite("calibration.center", dtype=torch.float64), torch.float64
+    offset = held.finite("calibration.offset", dtype=double)
+    if center.ndim != 1 or offset.ndim != 1:
+        raise BrokenFile("its calibration has no vectors of inputs and outputs")
+    scale = held.finite("calibration.scale", (len(center),), double)
+    weights = held.finite("calibration.weights", (COUNT + 1, len(offset)), double)
+    return Calibration(choice, n, InputFeatures(center, scale), weights, offset)
