@@ -53,6 +53,7 @@ class Laplace(Judged):
     temperature: float = 1.0  # of the posterior: its covariance times that; 1 is Bayes
     mean: str = "network"  # that predictions are about, unless told otherwise
     calibration: Calibration | None = None  # what mean="auto" is, once it was chosen
+    process_at: Center | None = None  # the mode of the process, where it is known; see `process_map`
 
     @property
     def n(self) -> int:  # type: ignore[override]
@@ -90,8 +91,8 @@ class Laplace(Judged):
     @cached_property
     def process_map(self) -> Center:
         """That of the process about a constant, c + J v."""
-        known = self.at is not None and self.center == "process"
-        return self.at if known and self.at is not None else self._found("process")
+        known = self.at if self.center == "process" else self.process_at
+        return known if known is not None else self._found("process")
 
     @property
     def coverage(self) -> dict[str, str]:
@@ -164,9 +165,12 @@ class Laplace(Judged):
 
     def replace(self, prior: Any = None, likelihood: Any = None) -> Laplace:
         """The same curvature under another prior or noise; a tangent center is solved for when it is needed."""
-        fresh = {"tuning": None, "at": None, "calibration": None}
-        fresh |= {} if self.calibration is None else {"temperature": 1.0}
-        return replace(self, prior=self._prior(prior), likelihood=self._likelihood(likelihood), **fresh)
+        return replace(self.forgetful(), prior=self._prior(prior), likelihood=self._likelihood(likelihood))
+
+    def forgetful(self) -> Laplace:
+        """Without what was found for one prior, noise and set of data: a tuning, modes, a calibration."""
+        temperature = self.temperature if self.calibration is None else 1.0
+        return replace(self, tuning=None, at=None, calibration=None, process_at=None, temperature=temperature)
 
     def gathered(self) -> Laplace:
         """matrix_free over a process group, called on every rank: the same with all samples on each, for predictions at
@@ -218,9 +222,9 @@ class Laplace(Judged):
         link: "auto", "probit", "probit_centered", "bridge" or "monte_carlo", for classes.
         joint: the covariance over all inputs together.
         mean: what predictions are about. "auto" is that of la.calibration, and the default of a task; "network" is the
-        default of likelihoods; "tangent" for h(x, v̄), the same while the center is the trained weights; "process" for c + J v,
-        the mean of a Gaussian process with the tangent kernel and a constant prior mean, solved for on the data of the
-        fit where it is not known; "mixture" of the network's and the process's, in equal parts.
+        default of likelihoods; "tangent" for h(x, v̄), the same while the center is the trained weights; "process" for
+        c + J v, the mean of a Gaussian process with the tangent kernel and a constant prior mean, solved for on the
+        data of the fit where it is not known; "mixture" of the network's and the process's, in equal parts.
         via: "tangent", or "network" to draw `samples` weights about the trained ones and run the network itself: that
         underfits.
         """
@@ -229,17 +233,18 @@ class Laplace(Judged):
         mean = mean or ("network" if via == "network" else self.mean)
         warn_unfit(self._training_nll, stacklevel=2)
         inputs, likelihood = self.inputs(x), self.likelihood.plain
-        if mean == "auto" and self.calibration is not None:
-            made = self.spread.outputs(inputs, joint, samples=samples, generator=generator)
-            return Prediction(likelihood.predictive, self.calibration.applied(made, inputs), link)
-        if mean in ("network", "auto") or (mean == "tangent" and self.center == "map"):
+        chosen = self.calibration if mean == "auto" else None
+        if (chosen is None and mean in ("network", "auto")) or (mean == "tangent" and self.center == "map"):
             return predict(
                 self.spread, likelihood, inputs, link, joint=joint, via=via, samples=samples, generator=generator
             )
         made = self.spread.outputs(inputs, joint, samples=samples, generator=generator)
+        if chosen is not None and not chosen.process:
+            return Prediction(likelihood.predictive, chosen.applied(made, inputs), link)
         own = about(made, self.tangent, inputs, self.tangent_map if mean == "tangent" else self.process_map)
-        if mean == "mixture":
-            own = Blend((made, own), log_weights("uniform", 2))
+        if mean in ("mixture", "auto"):
+            share = 0.5 if chosen is None else chosen.process
+            own = Blend((made, own), log_weights([1 - share, share], 2))
         return Prediction(likelihood, own, link)
 
     @cached_property
@@ -292,7 +297,9 @@ class Laplace(Judged):
             "mean": self.mean,
         }
         chosen, calibration = pack(self.calibration)
-        tensors, header = tensors | more | found | chosen, header | objects | center | extra | calibration
+        aside, process = io.pack_center(self.process_at, "process")
+        tensors = tensors | more | found | chosen | aside
+        header = header | objects | center | extra | calibration | process
         io.check_writable(tensors, header, path)
         return tensors, header
 

@@ -37,7 +37,7 @@ def updated(la: Laplace, more_data: Any, generator: torch.Generator | None, prog
     )
     data = None if la.data is None else Joined((la.data, added))
     state = check_sums(la.state + more)
-    return replace(la, state=state, prior=placed(la.prior, state), tuning=None, data=data, at=None)
+    return replace(la.forgetful(), state=state, prior=placed(la.prior, state), data=data)
 
 
 def without(la: Laplace, data: Any, progress: bool) -> Laplace:
@@ -54,7 +54,7 @@ def without(la: Laplace, data: Any, progress: bool) -> Laplace:
         basis=la.state if la.state.basis else None,
     )
     state = curvature.without(la.state, gone, la.likelihood)
-    return replace(la, state=state, prior=_placed_without(la, state), tuning=None, data=None, at=None)
+    return replace(la.forgetful(), state=state, prior=_placed_without(la, state), data=None)
 
 
 def _placed_without(la: Laplace, state: State) -> Prior:

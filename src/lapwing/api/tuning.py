@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lapwing import tune
 from lapwing.api.choices import checked_center, checked_mean
 from lapwing.arguments import as_shard
-from lapwing.calibration import calibrate
+from lapwing.calibration import calibrate, with_process
 from lapwing.center import about_constant, check_gaussian
 from lapwing.data import ranks_of
 from lapwing.errors import InvalidValue
@@ -41,25 +41,24 @@ def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, ce
             raise InvalidValue("center='map' reads no data: the evidence is of the data already fitted; drop data=")
         tune.warn_no_mode(la.tangent)
         prior, likelihood, tuning = methods[method](*start)
-        found = replace(la, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None)
-        return replace(found, temperature=1.0, calibration=None).compared()
+        found = replace(la.forgetful(), prior=prior, likelihood=likelihood, tuning=tuning, center="map")
+        return replace(found, temperature=1.0).compared()
     check_gaussian(la.prior)
     batches = la.read_again(data, f"tuned(center={center!r})", "; center='map' reads none")
     jacobian = la.jacobian(batches)
     jacobian = about_constant(jacobian, la.likelihood) if center == "process" else jacobian
     tracker = tune.Tracker(la.center_state, jacobian, mean)
     prior, likelihood, tuning = methods[method](*start, tracker=tracker)
-    return replace(
-        la,
-        prior=prior,
-        likelihood=likelihood,
-        tuning=tuning,
-        center=center,
-        at=tracker.found(),
-        data=batches,
-        temperature=1.0,
-        calibration=None,
-    ).compared()
+    found = replace(la.forgetful(), prior=prior, likelihood=likelihood, tuning=tuning, center=center)
+    found = replace(found, at=tracker.found(), data=batches, temperature=1.0).compared()
+    return _with_process(found) if la.mean == "auto" else found
+
+
+def _with_process(la: Laplace) -> Laplace:
+    """With the process in predictions, where the curvature is exact: its mode is one more solve."""
+    if la.state.structure.bound != "exact" or la.state.factor.kind != "exact" or la.likelihood.classes:
+        return la
+    return replace(la, process_at=la.process_map, calibration=with_process(la.n))
 
 
 def _calibrated(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any) -> Laplace:
@@ -69,7 +68,7 @@ def _calibrated(la: Laplace, method: str | None, fixed: tuple[str, ...], data: A
     batches = la.read_again(data, "tuned()")
     fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
     prior, likelihood, tuning = tune.evidence(la.state, la.prior, la.likelihood, fixed)
-    found = replace(la, prior=prior, likelihood=likelihood, tuning=tuning, center="map", at=None, temperature=1.0)
+    found = replace(la.forgetful(), prior=prior, likelihood=likelihood, tuning=tuning, center="map", temperature=1.0)
     chosen = calibrate(found.spread, likelihood, batches)
     return replace(found, data=batches, temperature=chosen.choice.scale, calibration=chosen)
 
@@ -80,5 +79,4 @@ def _validated(la: Laplace, data: Any, fixed: tuple[str, ...]) -> Laplace:
         raise InvalidValue("method='validation' needs held-out data, other than the fit's: pass data=")
     batches = as_shard(data, ranks_of(la.data))
     found = tune.validation(la.state, la.prior, la.likelihood, batches, fixed, la.temperature, la.memory_budget)
-    chosen = {"temperature": found[2], "tuning": found[3], "calibration": None}
-    return replace(la, prior=found[0], likelihood=found[1], at=None, **chosen)
+    return replace(la.forgetful(), prior=found[0], likelihood=found[1], temperature=found[2], tuning=found[3])

@@ -176,10 +176,10 @@ def _laplace(tensors: dict[str, Tensor], header: dict[str, Any], model: nn.Modul
         with sound("its prior"):
             prior = prior.put_back(tangent.theta)
     la = _assemble(state, prior, saved.likelihood.to(device), saved.memory_budget)
-    at, temperature = saved.center_at(device), saved.temperature
+    (at, process), temperature = saved.centers_at(device), saved.temperature
     held = None if saved.calibration is None else saved.calibration.to(device)
     la = replace(la, center=saved.center, tuning=saved.tuning, at=at, temperature=temperature)
-    la = replace(la, mean=saved.mean, calibration=held)
+    la = replace(la, mean=saved.mean, calibration=held, process_at=process)
     if la.streams:
         saved.remind(la.spread.precision)
     return la

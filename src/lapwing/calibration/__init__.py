@@ -1,6 +1,6 @@
 """How sure predictions may be, found by the training data alone."""
 
 from lapwing.calibration.classes import Choice
-from lapwing.calibration.record import Calibration, calibrate, pack, unpack
+from lapwing.calibration.record import Calibration, calibrate, pack, unpack, with_process
 
-__all__ = ["Calibration", "Choice", "calibrate", "pack", "unpack"]
+__all__ = ["Calibration", "Choice", "calibrate", "pack", "unpack", "with_process"]

@@ -1,6 +1,7 @@
 """A calibration: what predictions of a posterior are multiplied by, and moved by.
 
-    outputs ~ N(a f(x) + b m(x), s V(x)),      m(x) = φ(x) w + offset
+    classes    outputs ~ N(a f(x) + b m(x), s V(x)),      m(x) = φ(x) w + offset
+    numbers    a mixture of N(f(x), V(x)) and N(p(x), V(x)), p the mean of the process about a constant
 
 s is the temperature of the posterior, which its owner keeps. Shapes: d features, c outputs.
 """
@@ -24,6 +25,8 @@ from lapwing.outputs import Outputs
 from lapwing.packing import Entries, Tensors, pack_plain, unpack_plain
 from lapwing.posterior import Gaussian
 
+PROCESS = 0.25  # of a mixture
+
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
@@ -34,9 +37,12 @@ class Calibration:
     features: InputFeatures | None = None
     weights: Tensor | None = None
     offset: Tensor | None = None
+    process: float = 0.0  # the weight of the process in the mixture
 
     def applied(self, made: Outputs, x: Any) -> Outputs:
         """Outputs at x about a f + b m; their covariance is s V already."""
+        if self.choice.a == 1 and self.features is None:
+            return made
         by = (self.choice.a - 1) * made.mean
         return made.moved(by if self.features is None else by + self.choice.b * self._labels(x).to(by))
 
@@ -57,6 +63,8 @@ class Calibration:
         return not math.isnan(self.choice.r2)
 
     def __str__(self) -> str:
+        if self.process:
+            return f"{100 * self.process:.0f} % of the process"
         one = self.choice
         words = f"covariance × {one.scale:.3g}, logits × {one.a:.3g}"
         return words + (f", labels of near inputs × {one.b:.3g}" if one.b else "")
@@ -65,6 +73,8 @@ class Calibration:
     def findings(self) -> tuple[str, ...]:
         """What a user should know of how it was chosen."""
         one = self.choice
+        if self.process:
+            return ()
         if not self.by_features:
             why = "its inputs have no features that examples could be left out by"
         elif one.r2 < HALF:
@@ -85,6 +95,12 @@ class Calibration:
             return self
         features = InputFeatures(self.features.center.to(device), self.features.scale.to(device))
         return Calibration(self.choice, self.n, features, self.weights.to(device), self.offset.to(device))
+
+
+def with_process(n: int) -> Calibration:
+    """For numbers: three parts of the network's outputs, one of the process's. The weight was chosen on six sets
+    (docs/studies/classifiers.md); leave-one-out cannot choose it: the process's features have seen the targets."""
+    return Calibration(Choice(1.0, 1.0, 0.0, 0.0), n, process=PROCESS)
 
 
 @torch.inference_mode(False)
@@ -119,7 +135,7 @@ def pack(calibration: Calibration | None) -> tuple[dict[str, Tensor], dict[str, 
             "calibration.weights": calibration.weights,
             "calibration.offset": calibration.offset,
         }
-    return tensors, {"calibration": {"choice": numbers, "n": calibration.n}}
+    return tensors, {"calibration": {"choice": numbers, "n": calibration.n, "process": calibration.process}}
 
 
 def unpack(entries: Entries, held: Tensors) -> Calibration | None:
@@ -129,6 +145,7 @@ def unpack(entries: Entries, held: Tensors) -> Calibration | None:
         return None
     inner = Entries(spec)
     numbers, n = inner.take("choice", "dict"), inner.take("n", "int", 1)
+    process = inner.take("process", "float", 0.0, 1.0)
     inner.done()
     if set(numbers) != {one.name for one in fields(Choice)}:
         raise BrokenFile(f"its calibration has the numbers {list(numbers)}")
@@ -137,7 +154,7 @@ def unpack(entries: Entries, held: Tensors) -> Calibration | None:
     if not (0 < choice.scale <= 1 and 0 < choice.a <= 1 and choice.b >= 0):
         raise BrokenFile(f"its calibration multiplies by {choice.scale}, {choice.a} and {choice.b}")
     if not choice.b:
-        return Calibration(choice, n)
+        return Calibration(choice, n, process=process)
     center, double = held.finite("calibration.center", dtype=torch.float64), torch.float64
     offset = held.finite("calibration.offset", dtype=double)
     if center.ndim != 1 or offset.ndim != 1:

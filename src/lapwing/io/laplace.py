@@ -67,6 +67,7 @@ class Saved:
     forward_hook: bool
     mean: str
     calibration: Calibration | None
+    process: Center | None
 
     def attached(self, tangent: TangentModel) -> State:
         """The state, at the network that it was made at."""
@@ -89,13 +90,9 @@ class Saved:
         """Of every weight and buffer."""
         return self.state["fingerprints"]
 
-    def center_at(self, device: torch.device) -> Center | None:
-        """The tangent MAP, if one was saved, on a device."""
-        if self.at is None:
-            return None
-        statistics = {key: value.to(device) for key, value in self.at.statistics.items()}
-        constant = None if self.at.constant is None else self.at.constant.to(device)
-        return replace(self.at, vector=self.at.vector.to(device), statistics=statistics, constant=constant)
+    def centers_at(self, device: torch.device) -> tuple[Center | None, Center | None]:
+        """The center and that of the process, where they were saved, on a device."""
+        return _moved(self.at, device), _moved(self.process, device)
 
     def remind(self, precision: Streamed) -> None:
         """Give a streamed precision what was saved of it."""
@@ -105,6 +102,14 @@ class Saved:
         precision.remember(replace(found, **moved))
         if self.logdet is not None:
             precision.remember_logdet(mean_of(self.logdet))
+
+
+def _moved(center: Center | None, device: torch.device) -> Center | None:
+    if center is None:
+        return None
+    statistics = {key: value.to(device) for key, value in center.statistics.items()}
+    constant = None if center.constant is None else center.constant.to(device)
+    return replace(center, vector=center.vector.to(device), statistics=statistics, constant=constant)
 
 
 # -- packing -----------------------------------------------------------------------------------------------------
@@ -152,14 +157,14 @@ def pack_objects(prior: Any, likelihood: Any, tuning: Tuning | None) -> tuple[di
     }
 
 
-def pack_center(center: Center | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tangent MAP as tensors and a header."""
+def pack_center(center: Center | None, name: str = "center") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A center as tensors and a header, by its name."""
     if center is None:
-        return {}, {"tangent_map": None}
-    tensors = {"center.vector": center.vector}
-    tensors |= {} if center.constant is None else {"center.constant": center.constant}
-    tensors |= {f"center.statistics.{k}": v for k, v in center.statistics.items()}
-    return tensors, {"tangent_map": pack_plain(center, CENTER)}
+        return {}, {f"{name}_map": None}
+    tensors = {f"{name}.vector": center.vector}
+    tensors |= {} if center.constant is None else {f"{name}.constant": center.constant}
+    tensors |= {f"{name}.statistics.{k}": v for k, v in center.statistics.items()}
+    return tensors, {f"{name}_map": pack_plain(center, CENTER)}
 
 
 def pack_samples(precision: Streamed) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -209,10 +214,11 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
         raise BrokenFile(f"it is centered at {center!r}, and {'has no' if at is None else 'has a'} tangent center")
     temperature, budget = entries.take("temperature", "float", math.ulp(0.0)), entries.take("memory_budget", "int", 1)
     rest = samples, logdet, temperature, budget, entries.take("forward_hook", "bool"), entries.take("mean", "str")
-    rest = *rest, calibration.unpack(entries, held)
+    process = _center(entries, held, layout, likelihood, state["n"], "process")
+    chosen = calibration.unpack(entries, held)
     entries.done()
     held.done()
-    return Saved(layout, state, prior, likelihood, center, at, tuning, *rest)
+    return Saved(layout, state, prior, likelihood, center, at, tuning, *rest, chosen, process)
 
 
 def take_layout(entries: Entries, held: Tensors) -> Layout:
@@ -343,16 +349,18 @@ def _check_curvature_weights(likelihood: Likelihood, state: dict[str, Any]) -> N
         raise BrokenFile(f"its likelihood has {weights} curvature weights, and its curvature {state['weights']}")
 
 
-def _center(entries: Entries, held: Tensors, layout: Layout, likelihood: Likelihood, n: int) -> Center | None:
-    kept = entries.take("tangent_map", "dict | None")
+def _center(
+    entries: Entries, held: Tensors, layout: Layout, likelihood: Likelihood, n: int, name: str = "center"
+) -> Center | None:
+    kept = entries.take(f"{name}_map", "dict | None")
     if kept is None:
         return None
-    found = unpack_plain(Center, kept, "its tangent center", CENTER)
-    vector = held.finite("center.vector", (layout.size,), torch.float64)
-    constant = held.finite("center.constant", dtype=torch.float64) if "center.constant" in held.left else None
-    if constant is not None and constant.ndim != 1:
-        raise BrokenFile(f"its process has constants of shape {tuple(constant.shape)}")
-    return Center(vector, _statistics(held, "center.statistics.", likelihood, n), **found, constant=constant)
+    found = unpack_plain(Center, kept, f"its {name}", CENTER)
+    vector = held.finite(f"{name}.vector", (layout.size,), torch.float64)
+    constant = held.finite(f"{name}.constant", dtype=torch.float64) if f"{name}.constant" in held.left else None
+    if (name == "process" and constant is None) or (constant is not None and constant.ndim != 1):
+        raise BrokenFile(f"its {name} has constants {constant if constant is None else tuple(constant.shape)}")
+    return Center(vector, _statistics(held, f"{name}.statistics.", likelihood, n), **found, constant=constant)
 
 
 def _samples(
