@@ -1,8 +1,8 @@
 """How sure a classifier may be, by its training data alone.
 
-Its probabilities are the mean of p(y | a f + b m + √s e) over e ~ N(0, V): f the network's logits, V their covariance
-under the posterior, m a ridge regression of the labels on features that have seen none (ridge.py). a, b and s are found
-at rows of training data, from two figures.
+Its probabilities are the mean of p(y | a f + b m + √s e) over e ~ N(0, V) and over m: f the network's logits, V their
+covariance under the posterior, m a ridge regression of the labels on features that have seen none, as a process
+(ridge.py): away from the data it knows nothing. a, b and s are found at rows of training data, from two figures.
 
     premium    how much worse the network's own training data are predicted:  L(s, a) − L(0, 1),
                L(s, a) = mean −log E_e p(y_n | a f_n + √s e_n)
@@ -47,7 +47,7 @@ HALF = 0.5  # the least R²
 @dataclass(frozen=True, eq=False)
 class Rows:
     """What is known of m rows of training data: logits f (m, c), nodes e (j, m, c) of N(0, V), targets y; and, left
-    out, draws ℓ (k, m, c) of logits with their R², and means (m, c) of labels."""
+    out, draws ℓ (k, m, c) of logits with their R², means (m, c) of labels, and nodes (j, m, c) about those."""
 
     likelihood: Likelihood
     f: Tensor
@@ -57,10 +57,11 @@ class Rows:
     logits: Tensor | None = None
     r2: float = 0.0
     labels: Tensor | None = None
+    doubt: Tensor | None = None
 
-    def loss(self, s: float, f: Tensor) -> Tensor:
-        """−log E_e p(y | f + √s e), (..., m), at logits f (..., m, c)."""
-        nodes = f.unsqueeze(-3) + math.sqrt(s) * self.e  # (..., j, m, c)
+    def loss(self, s: float, f: Tensor, more: Tensor | float = 0.0) -> Tensor:
+        """−log E_e p(y | f + √s e), (..., m), at logits f (..., m, c). more: nodes (j, m, c) beside those of e."""
+        nodes = f.unsqueeze(-3) + (math.sqrt(s) * self.e + more)  # (..., j, m, c)
         y = self.y.expand(*nodes.shape[:-2], *self.y.shape)
         return math.log(len(self.e)) - self.likelihood.log_prob(nodes, y).logsumexp(-2)
 
@@ -79,7 +80,8 @@ class Rows:
         """The loss of each row, left out, (m,)."""
         assert self.logits is not None
         assert self.labels is not None
-        return self.loss(s, a * self.logits + b * self.labels).mean(0)
+        assert self.doubt is not None
+        return self.loss(s, a * self.logits + b * self.labels, b * self.doubt).mean(0)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lapwing.calibration.ridge import LOGIT_NOISE, Regression, Sums
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.data import passes, ranks_of
 from lapwing.likelihoods import Likelihood
-from lapwing.outputs import Outputs
+from lapwing.outputs import WIDE, Outputs
 from lapwing.outputs.points import psd_root, quasi_normal
 from lapwing.posterior import Gaussian
 from lapwing.tree import rows_of
@@ -48,6 +48,13 @@ class Seen:
         return self.network.mean + self.network.spread[:, None] * z[:, None]
 
     @property
+    def doubt(self) -> Tensor:
+        """Nodes (j, m, c) of what the targets of others leave open, about its mean."""
+        assert self.targets is not None
+        z = quasi_normal(NODES, 2 * self.f.shape[-1]).to(self.f)[:, self.f.shape[-1] :]  # not those of e
+        return self.targets.doubt[:, None] * (z @ psd_root(self.targets.between).mT)[:, None]
+
+    @property
     def r2(self) -> float:
         """How much of the network's outputs the others foretell."""
         assert self.network is not None
@@ -72,8 +79,8 @@ def read(posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], pr
         n += len(y)
         if features is not None:
             f = posterior.tangent(x).double()
-            if f.ndim != 2:
-                features = None  # outputs at several positions of one input
+            if f.ndim != 2 or f.shape[1] > WIDE:
+                features = None  # outputs at several positions of one input, or too many for covariances
                 continue
             _add(sums, features(x), f, _observed(likelihood, f, y))
     f, e, y = (torch.cat(parts, dim) for parts, dim in zip(zip(*kept, strict=True), (0, 1, 0), strict=True))
@@ -103,9 +110,9 @@ def _rows(posterior: Gaussian, x: Any, y: Tensor, few: int) -> tuple[Tensor, Ten
 def _nodes(made: Outputs) -> Tensor:
     """Of outputs about their mean, (j, m, c)."""
     f = flat_outputs(made.mean).double()
-    if made.normal:
+    if made.normal:  # the same nodes as `doubt` has, so that the two together are of one set
         root = psd_root(made.marginal.double().reshape(*f.shape, f.shape[-1]))
-        return torch.einsum("nab,jb->jna", root, quasi_normal(NODES, f.shape[-1]).to(f))
+        return torch.einsum("nab,jb->jna", root, quasi_normal(NODES, 2 * f.shape[-1]).to(f)[:, : f.shape[-1]])
     return made.nodes(torch.arange(len(f), device=f.device), None).f[:NODES] - f
 
 

@@ -1,6 +1,6 @@
 """A calibration: what predictions of a posterior are multiplied by, and moved by.
 
-    classes    outputs ~ N(a f(x) + b m(x), s V(x)),      m(x) = φ(x) w + offset
+    classes    outputs ~ N(a f(x) + b m(x), s V(x) + b² B ‖φ(x) R‖²),      m(x) = φ(x) w + offset  (ridge.py)
     numbers    a mixture of N(f(x), V(x)) and N(p(x), V(x)), p the mean of the process about a constant
 
 s is the temperature of the posterior, which its owner keeps. Shapes: d features, c outputs.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,43 +19,48 @@ from torch import Tensor
 from lapwing.calibration.classes import FEW, HALF, Choice, Rows, choose
 from lapwing.calibration.features import COUNT, InputFeatures, suits
 from lapwing.calibration.reading import read
+from lapwing.calibration.ridge import Regression
 from lapwing.errors import BrokenFile, InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.outputs import Outputs
+from lapwing.outputs import Normal, Outputs
 from lapwing.packing import Entries, Tensors, pack_plain, unpack_plain
 from lapwing.posterior import Gaussian
 
 PROCESS = 0.25  # of a mixture
+KEPT = ("weights", "offset", "between", "root")  # of a regression, in a file
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """A choice of s, a and b, with m where b is not 0: `features` φ, `weights` (d, c) and `offset` (c,)."""
+    """A choice of s, a and b, with the regression m on features φ where b is not 0."""
 
     choice: Choice
     n: int  # examples that it was chosen by
     features: InputFeatures | None = None
-    weights: Tensor | None = None
-    offset: Tensor | None = None
+    labels: Regression | None = None
     process: float = 0.0  # the weight of the process in the mixture
 
     def applied(self, made: Outputs, x: Any) -> Outputs:
-        """Outputs at x about a f + b m; their covariance is s V already."""
-        if self.choice.a == 1 and self.features is None:
-            return made
-        by = (self.choice.a - 1) * made.mean
-        return made.moved(by if self.features is None else by + self.choice.b * self._labels(x).to(by))
+        """Outputs at x with a f + b m for their mean; V in their covariance is that of the temperature s."""
+        a, b = self.choice.a, self.choice.b
+        if self.features is None or self.labels is None:
+            return made if a == 1 else made.moved((a - 1) * made.mean)
+        assert isinstance(made, Normal)  # others have no features
+        phi = self._features(x)
+        half = phi @ self.labels.root
+        shape = "nd,md,ab->namb" if made.joint else "nd,nd,ab->nab"
+        more = b**2 * torch.einsum(shape, half, half, self.labels.between)
+        mean, cov = a * made.mean + (b * self.labels(phi)).to(made.mean), made.covariance + more.to(made.covariance)
+        return replace(made, mean=mean, covariance=cov)
 
-    def _labels(self, x: Any) -> Tensor:
+    def _features(self, x: Any) -> Tensor:
         assert self.features is not None
-        assert self.weights is not None
-        assert self.offset is not None
         if not suits(x) or x[0].numel() != len(self.features.center):
             raise InvalidValue(
                 f"this fit was calibrated on inputs of {len(self.features.center)} numbers each; give such inputs, or "
                 "predict(mean='network')"
             )
-        return self.features(x) @ self.weights + self.offset
+        return self.features(x)
 
     @property
     def by_features(self) -> bool:
@@ -91,10 +96,11 @@ class Calibration:
 
     def to(self, device: torch.device) -> Calibration:
         """On a device."""
-        if self.features is None or self.weights is None or self.offset is None:
+        if self.features is None or self.labels is None:
             return self
         features = InputFeatures(self.features.center.to(device), self.features.scale.to(device))
-        return Calibration(self.choice, self.n, features, self.weights.to(device), self.offset.to(device))
+        moved = {name: getattr(self.labels, name).to(device) for name in KEPT}
+        return replace(self, features=features, labels=replace(self.labels, **moved))
 
 
 def with_process(n: int) -> Calibration:
@@ -113,10 +119,8 @@ def calibrate(
     known = (seen.f, seen.e, seen.y, seen.n)
     if seen.network is None or seen.targets is None:
         return Calibration(choose(Rows(likelihood.predictive, *known)), seen.n)
-    choice = choose(Rows(likelihood.predictive, *known, seen.draws, seen.r2, seen.targets.mean))
-    if not choice.b:
-        return Calibration(choice, seen.n)
-    return Calibration(choice, seen.n, seen.features, seen.targets.weights, seen.targets.offset)
+    choice = choose(Rows(likelihood.predictive, *known, seen.draws, seen.r2, seen.targets.mean, seen.doubt))
+    return Calibration(choice, seen.n, seen.features, seen.targets) if choice.b else Calibration(choice, seen.n)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -128,13 +132,9 @@ def pack(calibration: Calibration | None) -> tuple[dict[str, Tensor], dict[str, 
         return {}, {"calibration": None}
     numbers = {key: None if math.isnan(v) else v for key, v in pack_plain(calibration.choice).items()}
     tensors: dict[str, Tensor] = {}
-    if calibration.features is not None and calibration.weights is not None and calibration.offset is not None:
-        tensors = {
-            "calibration.center": calibration.features.center,
-            "calibration.scale": calibration.features.scale,
-            "calibration.weights": calibration.weights,
-            "calibration.offset": calibration.offset,
-        }
+    if calibration.features is not None and calibration.labels is not None:
+        tensors = {f"calibration.{name}": getattr(calibration.features, name) for name in ("center", "scale")}
+        tensors |= {f"calibration.{name}": getattr(calibration.labels, name) for name in KEPT}
     return tensors, {"calibration": {"choice": numbers, "n": calibration.n, "process": calibration.process}}
 
 
@@ -159,6 +159,9 @@ def unpack(entries: Entries, held: Tensors) -> Calibration | None:
     offset = held.finite("calibration.offset", dtype=double)
     if center.ndim != 1 or offset.ndim != 1:
         raise BrokenFile("its calibration has no vectors of inputs and outputs")
-    scale = held.finite("calibration.scale", (len(center),), double)
-    weights = held.finite("calibration.weights", (COUNT + 1, len(offset)), double)
-    return Calibration(choice, n, InputFeatures(center, scale), weights, offset)
+    scale, c, d = held.finite("calibration.scale", (len(center),), double), len(offset), COUNT + 1
+    weights = held.finite("calibration.weights", (d, c), double)
+    between, root = held.finite("calibration.between", (c, c), double), held.finite("calibration.root", (d, d), double)
+    none = offset.new_zeros(0)  # of rows that are left out
+    labels = Regression(weights, offset, between, root, none, none, math.nan)
+    return Calibration(choice, n, InputFeatures(center, scale), labels)

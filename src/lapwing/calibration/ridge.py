@@ -3,9 +3,10 @@
 K = Φ Φᵀ,  M = (K + jI)⁻¹,  G = Φᵀ Φ,  h_n = φ_nᵀ (G + j)⁻¹ φ_n,  M_nn = (1 − h_n) / j
 
 For targets with the mean taken off, r (n, c): the others foretell r_n − e_n, where e_n = [M r]_n / M_nn is the residual
-over 1 − h_n. As a process, that has the covariance B / M_nn, B = rᵀ M r / n. The noise j of a fit to labels is the one
-that the evidence of N(0, s(K + jI)) picks, at its best s; that of a fit to the network's logits is small, since they
-are a function of the inputs. Shapes: n data, m of them that are looked at, d features, c outputs.
+over 1 − h_n. As a process, that has the covariance B / M_nn, B = rᵀ M r / n, of which B j is noise; at a new input the
+covariance is B j φᵀ (G + j)⁻¹ φ, without noise. The noise j of a fit to labels is the one that the evidence of
+N(0, s(K + jI)) picks, at its best s; that of a fit to the network's logits is small, since they are a function of the
+inputs. Shapes: n data, m of them that are looked at, d features, c outputs.
 """
 
 from __future__ import annotations
@@ -21,18 +22,25 @@ NOISES = torch.logspace(-4, 2, 49, dtype=torch.float64)  # j of labels
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """`weights` (d, c) and `offset` (c,): φ(x) w + offset; and left out at m rows, `mean` (m, c) and `spread` (m,),
-    1/√M_nn, with B as `between` (c, c)."""
+    """`weights` (d, c) and `offset` (c,): φ(x) w + offset, with B as `between` (c, c) and √j (G + j)^(−½) as `root`
+    (d, d); and left out at m rows, `mean` (m, c) and `spread` (m,), 1/√M_nn, of which the noise's part is j."""
 
     weights: Tensor
     offset: Tensor
+    between: Tensor
+    root: Tensor
     mean: Tensor
     spread: Tensor
-    between: Tensor
+    noise: float
 
     def __call__(self, phi: Tensor) -> Tensor:
         """(n, c) at features (n, d)."""
         return phi @ self.weights + self.offset
+
+    @property
+    def doubt(self) -> Tensor:
+        """√(1/M_nn − j), the spread without noise, (m,)."""
+        return (self.spread.square() - self.noise).clamp(min=0).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +67,8 @@ class Sums:
         residual = t - mean - phi @ w
         outside = (1 - ((phi @ U).square() / D).sum(1)).clamp(min=torch.finfo(D.dtype).eps)  # 1 − h
         between = (square - z.mT @ (z / D[:, None])) / (j * self.n)
-        return Regression(w, mean, t - residual / outside[:, None], (j / outside).sqrt(), between)
+        root = U * (j / D).sqrt()
+        return Regression(w, mean, between, root, t - residual / outside[:, None], (j / outside).sqrt(), j)
 
     @property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
