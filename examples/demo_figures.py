@@ -43,8 +43,7 @@ STYLE = {
 }
 SHOWN = {
     "MAP": (VERMILION, "s", "--"),
-    "Laplace, bridge": (GREEN, "^", "-"),
-    "Laplace (default)": (BLUE, "o", "-"),
+    "Laplace": (BLUE, "o", "-"),
 }
 
 
@@ -79,7 +78,7 @@ def error_bars(results: dict) -> plt.Figure:
     for edge in band(torch.full_like(mean, run["noise"])):
         top.plot(grid, edge, color=VERMILION, ls="--", lw=1.2)
     top.plot([], [], color=VERMILION, ls="--", lw=1.2, label="MAP: 95 % (noise alone)")
-    top.plot(grid, data.color(mean), color=BLACK, lw=1.6, label="network")
+    top.plot(grid, data.color(mean), color=BLACK, lw=1.6, label="mean")
     x, y = data.train
     top.plot(data.flavanoids(x), data.color(y), "o", ms=3, color=BLACK, alpha=0.8, label="wines it was trained on")
     x, y = data.gap
@@ -129,7 +128,7 @@ def calibration(results: dict) -> plt.Figure:
     panels[0].set_ylabel("accuracy")
     panels[0].text(0.13, 0.95, "too modest", color=GRAY, fontsize=9, style="italic")
     panels[1].text(1.0, 0.03, "too certain", color=GRAY, fontsize=9, style="italic", ha="right")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 

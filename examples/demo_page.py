@@ -18,10 +18,9 @@ CAPTIONS = {
     "reliability": (
         "Are the probabilities right?",
         "Seven digit classes, half of the images for training. A point on the diagonal is right as often as it says; "
-        "its size is the share of predictions (bins of fewer than ten are left out). On clean digits the trained "
-        "network is already well calibrated, and the mean over the posterior is too modest; the bridge keeps it where "
-        "it is. Move the same images by one pixel and the trained network is wrong and certain, and the bridge with "
-        "it; the mean over the posterior is not. No link wins both.",
+        "its size is the share of predictions (bins of fewer than ten are left out). Move the same images by one "
+        "pixel and the trained network is wrong and certain; with error bars it is less certain, though still too "
+        "certain.",
     ),
     "unknown": (
         "Classes that it never saw",
@@ -36,8 +35,8 @@ CAPTIONS = {
     ),
 }
 NOTES = [
-    "MAP: the trained weights alone. Laplace: the exact Gaussian posterior over all weights of the tangent model, "
-    "with prior (and noise) tuned by evidence.",
+    "MAP: the trained weights alone. Laplace: the default, tuned on the training data alone. For digits, logits and "
+    "labels of near inputs are pooled; for wines, the network and the process of its tangent kernel are mixed.",
     "NLL in nats and ECE (15 bins): lower is better. moved: the test images, one pixel to each of four sides. AUROC: "
     "test digits against unknown classes, by 1 − confidence, and by epistemic variance. Coverage: of 95 % "
     "intervals. RMSE and NLL of wines are of log color intensity.",
@@ -61,9 +60,9 @@ pre { background: #f5f5f5; padding: .8rem 1rem; overflow-x: auto; font-size: .86
 """
 CODE = """import lapwing as lw
 
-la = lw.laplace(model, (X, y), "categorical")   # one pass over the training data
-la = la.tuned()                                 # the prior that the evidence picks
-pred = la.predict(x)                            # pred.probs, pred.epistemic, pred.aleatoric"""
+la = lw.laplace(model, (X, y), "classification")   # one pass over the training data
+la = la.tuned()                                    # how sure it may be, by the training data alone
+pred = la.predict(x)                               # pred.probs, pred.epistemic, pred.aleatoric"""
 
 
 def write(path: Path, tables: list[list[list[str]]], pictures: dict[str, Path], results: dict) -> Path:
