@@ -117,8 +117,8 @@ def accumulate(
             f"lw.curvature.Structure; got {structure!r}"
         )
     batches = loading.as_batches(data, sharded=True)
-    weights = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
-    seen = replace(seen or probe(tangent, batches, likelihood), weights=weights)
+    terms = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
+    seen = replace(seen or probe(tangent, batches, likelihood), terms=terms)
     structure = structure.resolved(seen, factor)
     first = structure.first
     if first is None and basis is not None:
@@ -170,9 +170,9 @@ class Pass:
     @property
     def empty(self) -> State:
         """A state of no data."""
-        weights = len(self.likelihood.curvature_weights(self.factor.kind))
+        terms = len(self.likelihood.curvature_weights(self.factor.kind))
         kind, paired = self.likelihood.kind, self.likelihood.paired
-        return State(self.structure, self.factor, kind, weights, self.tangent, {}, 0, {}, {}, paired=paired)
+        return State(self.structure, self.factor, kind, terms, self.tangent, {}, 0, {}, {}, paired=paired)
 
     def journal(self, place: FitCheckpoint, basis: State | None) -> Journal:
         """The journal of this pass, in an open checkpoint."""

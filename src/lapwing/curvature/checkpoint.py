@@ -178,7 +178,7 @@ class Journal:
 
     def _check_basis(self, empty: State, tensors: dict[str, Tensor], parts: tuple[Part, ...]) -> None:
         with self._whole(), sound("its basis"):
-            wanted = empty.structure.keeps(empty.layout, parts, empty.weights, empty.factor)
+            wanted = empty.structure.keeps(empty.layout, parts, empty.terms, empty.factor)
             if wanted is not None:
                 Tensors(tensors, self.place.path).expected("", wanted[1])
 

@@ -47,7 +47,7 @@ class DataRoot:
     n: int
     targets: int | None  # their digest
     statistics: dict[str, Tensor]
-    weights: int  # h
+    terms: int  # h
     memory_budget: int = BUDGET
     counter: Counter[str] = field(default_factory=Counter)  # of passes and batches: they are its record, and no result
 
@@ -104,7 +104,7 @@ class DataRoot:
 
     def _sums(self, k: int) -> Tensor:
         """Of products, and beside them of squares: (k, p + h)."""
-        return torch.zeros(k, self.size + self.weights, dtype=torch.float64, device=self.tangent.device)
+        return torch.zeros(k, self.size + self.terms, dtype=torch.float64, device=self.tangent.device)
 
     def _add(self, x: Any, y: Tensor, v: Tensor, weights: Tensor, sums: Tensor, watch: Watch | None) -> None:
         found: list[Tensor] = []
@@ -133,7 +133,7 @@ class DataRoot:
 
     def _weighted(self, f: Tensor, y: Tensor, jv: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Λ J v under the weights, (k, m, c), and (J v)ᵀΛ_h(J v), (k, h)."""
-        if self.weights == 1:
+        if self.terms == 1:
             u = self.likelihood.curvature_product(f, y, jv)
             return u * weights[0].to(u), (u * jv).sum((1, 2), dtype=torch.float64).unsqueeze(-1)
         root = self.likelihood.curvature_root(f, y)
@@ -175,7 +175,7 @@ class DataRoot:
         ranks, watch, seen = self.ranks, Watch(self), 0
         every, counts = ranks.joint(columns, "the noise of the data")
         k = len(every)  # one at the least
-        total = torch.zeros(k, self.weights, self.size, dtype=torch.float64, device=self.tangent.device)
+        total = torch.zeros(k, self.terms, self.size, dtype=torch.float64, device=self.tangent.device)
         with ranks.sharing_errors("the noise of the data"):
             for x, y in self._each():
                 f = self.tangent(x)
@@ -184,7 +184,7 @@ class DataRoot:
                 watch.see(flat, y)
                 placed = Placed(seed, every, torch.arange(seen, seen + len(y)) * ranks.size + ranks.rank)
                 seen += len(y)
-                if self.weights == 1:
+                if self.terms == 1:
                     u = [self.likelihood.curvature_noise(flat, rows, k, placed)]
                 else:
                     root = self.likelihood.curvature_root(flat, rows)
@@ -199,8 +199,8 @@ class DataRoot:
     def _families(self) -> tuple[list[int], list[int]]:
         """Columns of S, and of the noise, that families of it are made of."""
         if not self.likelihood.paired:
-            return list(range(self.weights)), list(range(self.weights))
-        a, b = torch.tril_indices(*[polarization.outputs(self.weights)] * 2).tolist()
+            return list(range(self.terms)), list(range(self.terms))
+        a, b = torch.tril_indices(*[polarization.outputs(self.terms)] * 2).tolist()
         return a, b
 
     def amplitudes(self, weights: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class DataRoot:
         structure = Diagonal(memory_budget=self.memory_budget)
         state = accumulate(structure, self.tangent, self.likelihood, self.data, "exact")
         self.counter["passes"] += 1
-        rows = torch.eye(self.weights, dtype=torch.float64, device=self.tangent.device)
+        rows = torch.eye(self.terms, dtype=torch.float64, device=self.tangent.device)
         found = [structure.operator(state, row) for row in rows]
         return torch.stack([op.join([part.dense() for part in op.parts]) for op in found])
 
@@ -231,10 +231,10 @@ class DataRoot:
         self.counter["batches"] = count
 
 
-def source(state: State, likelihood: Likelihood, weights: int, batches: Iterable[Any], budget: int) -> DataRoot:
+def source(state: State, likelihood: Likelihood, terms: int, batches: Iterable[Any], budget: int) -> DataRoot:
     """Products over the data of a state."""
     fitted = state.n, state.targets, dict(state.statistics)
-    return DataRoot(state.tangent, likelihood.unit, batches, *fitted, weights, budget)
+    return DataRoot(state.tangent, likelihood.unit, batches, *fitted, terms, budget)
 
 
 @dataclass

@@ -64,8 +64,8 @@ class EigenKronecker(Kronecker):
         ua, ub = state.basis.get(f"{part.name}/UA"), state.basis[f"{part.name}/UB"]
         return EigenKroneckerOperator(values, ua, ub, name=part.name)
 
-    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
-        sums, _ = super().keeps(layout, parts, weights, factor)
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
+        sums, _ = super().keeps(layout, parts, terms, factor)
         basis = {}
         for part in (part for part in parts if part.kind == "kron"):
             b, o, i = part.shape
@@ -73,10 +73,10 @@ class EigenKronecker(Kronecker):
             basis[f"{part.name}/UA"] = Expected(((b, i, i),), orthonormal=True, optional=self.one_hot(part))
         return sums, basis
 
-    def sums(self, part: Part, weights: int) -> dict[str, Expected]:
+    def sums(self, part: Part, terms: int) -> dict[str, Expected]:
         if part.kind == "kron":
-            return {"values": Expected(((weights, *part.shape),), squares=True)}
-        return super().sums(part, weights)
+            return {"values": Expected(((terms, *part.shape),), squares=True)}
+        return super().sums(part, terms)
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         said = super().coverage(state_parts, tangent)
@@ -100,9 +100,9 @@ def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Ten
         )
     if state.basis:
         return {key: u.to(weights.device) for key, u in state.basis.items()}
-    if state.weights != len(weights):
+    if state.terms != len(weights):
         raise InvalidValue(
-            f"the basis has {state.weights} curvature weights and the likelihood {len(weights)}; fit both with "
+            f"the basis has {state.terms} curvature weights and the likelihood {len(weights)}; fit both with "
             "the same likelihood"
         )
     basis = {}
@@ -120,9 +120,9 @@ class SecondMoments:
 
     mutable = ("total",)
 
-    def __init__(self, part: Part, weights: int, ua: Tensor | None, ub: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, part: Part, terms: int, ua: Tensor | None, ub: Tensor, dtype: torch.dtype) -> None:
         self.ua, self.ub = None if ua is None else ua.to(dtype), ub.to(dtype)
-        self.total = torch.zeros(weights, *part.shape, dtype=torch.float64, device=ub.device)
+        self.total = torch.zeros(terms, *part.shape, dtype=torch.float64, device=ub.device)
 
     def turned(self, view: Any) -> Any:
         """Inputs in the basis U_A."""
@@ -165,17 +165,17 @@ class EigenSum(LayeredSum):
         self,
         tangent: TangentModel,
         parts: tuple[Part, ...],
-        weights: int,
+        terms: int,
         structure: EigenKronecker,
         basis: dict[str, Tensor],
     ) -> None:
-        super().__init__(tangent, parts, weights, structure)
+        super().__init__(tangent, parts, terms, structure)
         self.basis = basis
         dtype = torch.promote_types(tangent.dtype, torch.float32)
         for part in parts:
             if part.kind == "kron":
                 ua, ub = basis.get(f"{part.name}/UA"), basis[f"{part.name}/UB"]
-                self.sums[part.name] = SecondMoments(part, weights, ua, ub, dtype)
+                self.sums[part.name] = SecondMoments(part, terms, ua, ub, dtype)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         views = self.record.views()

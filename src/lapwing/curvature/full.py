@@ -88,12 +88,12 @@ class Full(Structure):
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        weights = len(likelihood.curvature_weights(factor.kind))
+        terms = len(likelihood.curvature_weights(factor.kind))
         if factor.kind == "hessian":
-            return HessianSum(tangent, likelihood, weights)
+            return HessianSum(tangent, likelihood, terms)
         if self.form == "dual":
             return DualRows(tangent, likelihood.paired)
-        return GramSum(tangent, cover(tangent, probe.inputs), weights, self.memory_budget)
+        return GramSum(tangent, cover(tangent, probe.inputs), terms, self.memory_budget)
 
     def operator(self, state: State, weights: Tensor) -> Any:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
@@ -107,11 +107,11 @@ class Full(Structure):
         memo.rows = memo.rows or StreamedRows(state.tangent, state.batches, self.memory_budget)
         return RootPlusDiagonal(memo.rows, _row_weights(state, weights), memo=memo)
 
-    def keeps(self, layout: tree.Layout, parts: tuple[Any, ...], weights: int, factor: Factor) -> Kept:
+    def keeps(self, layout: tree.Layout, parts: tuple[Any, ...], terms: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if parts or self.form == "auto":
             raise InvalidValue(f"{self} has no parts and is primal or dual, and this is {self.form} with {len(parts)}")
-        gram = Expected(((weights, layout.size, layout.size),), squares=factor.kind != "hessian", gram=True)
+        gram = Expected(((terms, layout.size, layout.size),), squares=factor.kind != "hessian", gram=True)
         return ({"gram": gram} if self.form == "primal" else {}), {}
 
     def coverage(self, parts: tuple[Any, ...], tangent: TangentModel) -> dict[str, str]:
@@ -153,10 +153,10 @@ class GramSum:
 
     mutable = "gram", "held", "outer"
 
-    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], weights: int, budget: int) -> None:
+    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], terms: int, budget: int) -> None:
         p = tangent.layout.size
-        self.maker, self.weights, self.budget = RowMaker(tangent, parts), weights, budget
-        self.gram = torch.zeros(weights, p, p, dtype=torch.float64, device=tangent.device)
+        self.maker, self.terms, self.budget = RowMaker(tangent, parts), terms, budget
+        self.gram = torch.zeros(terms, p, p, dtype=torch.float64, device=tangent.device)
         self.held: list[Tensor] = []  # (n, K, p) rows waiting to be multiplied
         self.outer: Tensor | None = None  # what came from outer products, in the order of the layer (o, i)
 
@@ -188,7 +188,7 @@ class GramSum:
     def _add_outer(self, rows: OuterRows) -> None:
         self.outer = torch.zeros_like(self.gram) if self.outer is None else self.outer
         n, i = rows.a.shape
-        for total, g in zip(self.outer, (rows.g[:, h :: self.weights] for h in range(self.weights)), strict=True):
+        for total, g in zip(self.outer, (rows.g[:, h :: self.terms] for h in range(self.terms)), strict=True):
             middle = g.mT @ g  # (n, o, o)
             for o in range(middle.shape[1]):
                 right = middle[:, o, : o + 1, None] * rows.a[:, None]  # (n, o + 1, i)
@@ -200,8 +200,8 @@ class GramSum:
             return
         rows = torch.cat(self.held).to(torch.float64)  # (n, K, p)
         self.held = []
-        for h in range(self.weights):
-            mine = rows if self.weights == 1 else rows[:, h :: self.weights]
+        for h in range(self.terms):
+            mine = rows if self.terms == 1 else rows[:, h :: self.terms]
             add_gram(self.gram[h], mine.reshape(-1, rows.shape[-1]))
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:

@@ -28,10 +28,10 @@ class HessianSum:
 
     mutable = ("gram",)
 
-    def __init__(self, tangent: TangentModel, likelihood: Likelihood, weights: int) -> None:
+    def __init__(self, tangent: TangentModel, likelihood: Likelihood, terms: int) -> None:
         p = tangent.layout.size
-        self.tangent, self.likelihood, self.weights = tangent, likelihood, weights
-        self.gram = torch.zeros(weights, p, p, dtype=torch.float64, device=tangent.device)
+        self.tangent, self.likelihood, self.terms = tangent, likelihood, terms
+        self.gram = torch.zeros(terms, p, p, dtype=torch.float64, device=tangent.device)
 
     def forward(self, x: Any) -> Tensor:
         """The outputs f (n, ..., c) of a batch."""
@@ -41,7 +41,7 @@ class HessianSum:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
         targets = self.likelihood.rows(y, f[..., 0].numel())
-        for h in range(self.weights):
+        for h in range(self.terms):
 
             def loss(theta: Tensor, h: int = h) -> Tensor:
                 out = self.tangent.apply(self.tangent.layout.unflatten(theta), x)

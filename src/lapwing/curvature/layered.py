@@ -100,8 +100,8 @@ class Layered(Structure):
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        weights = len(likelihood.curvature_weights(factor.kind))
-        return LayeredSum(tangent, self.parts(tangent, probe.inputs), weights, self)
+        terms = len(likelihood.curvature_weights(factor.kind))
+        return LayeredSum(tangent, self.parts(tangent, probe.inputs), terms, self)
 
     def operator(self, state: State, weights: Tensor) -> Blocks:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
@@ -114,17 +114,17 @@ class Layered(Structure):
         """The operator of one part."""
         return part_operator(part, state, weights)
 
-    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         check_parts(parts, layout)
         for part in parts:
             if part.kind not in ("unused", self.kind_of(part)):
                 raise InvalidValue(f"its part {part.name} is {part.kind}, and {self} makes it {self.kind_of(part)}")
-        return {f"{part.name}/{key}": one for part in parts for key, one in self.sums(part, weights).items()}, {}
+        return {f"{part.name}/{key}": one for part in parts for key, one in self.sums(part, terms).items()}, {}
 
-    def sums(self, part: Part, weights: int) -> dict[str, Expected]:
+    def sums(self, part: Part, terms: int) -> dict[str, Expected]:
         """What is summed for a part, by its name."""
-        return expected(part, weights)
+        return expected(part, terms)
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         """How each parameter is treated, in words."""
@@ -176,8 +176,8 @@ class Kronecker(Layered):
         """Whether inputs can be rows of the identity, of which counts are kept."""
         return part.transposed and not part.site and part.kernel == 1 and self.sharing == "expand"
 
-    def sums(self, part: Part, weights: int) -> dict[str, Expected]:
-        found = expected(part, weights)
+    def sums(self, part: Part, terms: int) -> dict[str, Expected]:
+        found = expected(part, terms)
         if "A" in found and not self.one_hot(part):
             found["A"] = replace(found["A"], shapes=found["A"].shapes[:1])
         return found
@@ -278,8 +278,8 @@ class LayeredSum:
 
     mutable = ("sums",)
 
-    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], weights: int, structure: Layered) -> None:
-        self.tangent, self.parts, self.weights = tangent, parts, weights
+    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], terms: int, structure: Layered) -> None:
+        self.tangent, self.parts, self.terms = tangent, parts, terms
         self.budget = structure.memory_budget
         self.capture = Capture(tangent, parts)
         self.generic = tuple(part for part in parts if part.generic and part.kind != "unused")
@@ -289,11 +289,11 @@ class LayeredSum:
         for part in parts:
             if part.kind == "kron":
                 assert isinstance(structure, Kronecker)
-                self.sums[part.name] = KroneckerSum(part, weights, tangent.device, dtype, structure.sharing)
+                self.sums[part.name] = KroneckerSum(part, terms, tangent.device, dtype, structure.sharing)
             elif part.kind == "dense":
-                self.sums[part.name] = DenseSum(part, weights, tangent.device)
+                self.sums[part.name] = DenseSum(part, terms, tangent.device)
             elif part.kind == "diagonal":
-                self.sums[part.name] = DiagonalSum(part, weights, tangent.device, room)
+                self.sums[part.name] = DiagonalSum(part, terms, tangent.device, room)
 
     def forward(self, x: Any) -> Tensor:
         """The outputs f (n, ..., c) of a batch."""
@@ -311,7 +311,7 @@ class LayeredSum:
         del self.record
 
     def _observe_layers(self, views: dict[str, Any], u: Tensor) -> None:
-        for gradients in self.record.columns(u, self.weights, self.budget // 4):
+        for gradients in self.record.columns(u, self.terms, self.budget // 4):
             for name, g in gradients.items():
                 self.sums[name].add(views[name], g, self.budget // 4)
         for name, view in views.items():

@@ -78,9 +78,9 @@ class LowRank(Structure):
         if factor.kind == "hessian":
             raise InvalidValue("structure='lowrank' needs a curvature without negative eigenvalues; use factor='exact'")
         rank = min(self.rank, probe.parameters)
-        size = 8 * COPIES * rank * probe.parameters * probe.weights
+        size = 8 * COPIES * rank * probe.parameters * probe.terms
         if size > physical_memory():
-            each = f", one for each of {probe.weights} curvature weights," if probe.weights > 1 else ""
+            each = f", one for each of {probe.terms} curvature weights," if probe.terms > 1 else ""
             raise InvalidValue(
                 f"a sketch of rank {rank} of {probe.parameters:,} parameters{each} takes {size / 1e9:.3g} GB; use a "
                 "smaller rank, subset=, or structure='kron' or 'diag'"
@@ -96,11 +96,11 @@ class LowRank(Structure):
         self, basis: State, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe
     ) -> Accumulator:
         """One whose test vectors are those of a state, or span its sketch's range."""
-        parts, weights = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
+        parts, terms = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
         tests = self._tests(basis, likelihood.curvature_weights(factor.kind))
-        if len(tests) != weights:
+        if len(tests) != terms:
             raise InvalidValue(
-                f"the basis has {len(tests)} curvature weights and the likelihood {weights}; fit both with the same "
+                f"the basis has {len(tests)} curvature weights and the likelihood {terms}; fit both with the same "
                 "likelihood"
             )
         return SketchSum(tangent, parts, tests, {"tests": tests}, self.memory_budget)
@@ -144,19 +144,19 @@ class LowRank(Structure):
         """Ω (h, k, p)."""
         if state.basis:
             return state.basis["tests"]
-        return pseudorandom(self.rank, state.tangent).expand(state.weights, -1, -1)
+        return pseudorandom(self.rank, state.tangent).expand(state.terms, -1, -1)
 
     def cores(self, state: State) -> dict[str, Tensor]:
         """Ω G Ωᵀ (h, k, k)."""
         core = state.sums["sketch"] @ self.tests(state).mT
         return {"sketch": (core + core.mT) / 2}
 
-    def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+    def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if parts:
             raise InvalidValue(f"{self} has no parts, and this has {len(parts)}")
-        sketch = Expected(((weights, min(self.rank, layout.size), layout.size),))
-        trace = Expected(((weights, len(layout.names)),), squares=True)
+        sketch = Expected(((terms, min(self.rank, layout.size), layout.size),))
+        trace = Expected(((terms, len(layout.names)),), squares=True)
         tests = {"tests": replace(sketch, orthonormal=True)} if self.passes > 1 else {}
         return {"sketch": sketch, "trace": trace}, tests
 
@@ -176,7 +176,7 @@ class LowRank(Structure):
 
     def needs(self, task: Task) -> Needs:
         """What it takes, counted (cost.py)."""
-        held = 8 * min(self.rank, task.size) * task.size * task.weights
+        held = 8 * min(self.rank, task.size) * task.size * task.terms
         note = f"rank {self.rank} of the whole"
         return Needs(COPIES * held, state=held, kept=3 * held, passes=self.passes, by_batch=False, note=note)
 
@@ -237,9 +237,9 @@ class SketchSum:
 
     def _add(self, rows: Tensor) -> None:
         """Rows (K, n, p), as they lie in memory."""
-        weights = len(self.sketch)
+        terms = len(self.sketch)
         for h, tests in enumerate(self.tests):
-            mine = rows[h::weights].reshape(-1, rows.shape[-1]).to(tests)
+            mine = rows[h::terms].reshape(-1, rows.shape[-1]).to(tests)
             self.sketch[h] += (mine @ tests.mT).mT @ mine
             lengths = [torch.linalg.vector_norm(mine[:, columns], dtype=torch.float64) for columns in self.slices]
             self.trace[h] += torch.stack(lengths).square()

@@ -101,7 +101,7 @@ class MatrixFree(Structure):
             )
         if self.preconditioner not in ("auto", "nystrom"):
             return self
-        room = self.memory_budget // (8 * COPIES * probe.parameters * probe.weights)
+        room = self.memory_budget // (8 * COPIES * probe.parameters * probe.terms)
         rank = self.rank or max(1, min(RANK, probe.parameters // 4, room))
         fits = self.preconditioner == "nystrom" or bool(self.rank) or room >= LEAST
         return replace(self, preconditioner="nystrom", rank=rank) if fits else replace(self, preconditioner="none")
@@ -109,22 +109,22 @@ class MatrixFree(Structure):
     def streamed(self, one: Pass, checkpoint: FitCheckpoint | None) -> State:
         """The state: that of the preconditioner, by one pass, and where the data are."""
         seed = self.seed if self.seed >= 0 else int(torch.randint(2**31, (), generator=one.generator))
-        weights = len(one.likelihood.curvature_weights("exact"))
-        near = self.near_factor(weights, one.seen.outputs * one.seen.positions)
+        terms = len(one.likelihood.curvature_weights("exact"))
+        near = self.near_factor(terms, one.seen.outputs * one.seen.positions)
         state = one.by(self.near, near if near.kind in one.likelihood.factors else Factor("exact"), checkpoint)
         return replace(
             state,
             structure=replace(self, seed=seed),
             factor=Factor("exact"),
-            weights=weights,
-            source=source(state, one.likelihood, weights, one.batches, self.memory_budget),
+            terms=terms,
+            source=source(state, one.likelihood, terms, one.batches, self.memory_budget),
             coverage=covered(self, state.parts, one.tangent),
         )
 
-    def near_factor(self, weights: int, columns: int) -> Factor:
+    def near_factor(self, terms: int, columns: int) -> Factor:
         """Of the preconditioner. The range of G is all that Nyström is about, so it takes the exact factor where that
         has few columns; the others take one sampled score an example. Noise per output needs the exact one."""
-        if weights > 1:
+        if terms > 1:
             return Factor("exact")
         if self.preconditioner == "nystrom":
             return Factor("exact") if columns <= FEW_COLUMNS else Factor("monte_carlo")
@@ -153,11 +153,11 @@ class MatrixFree(Structure):
         """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, "exact, by products")
 
-    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept | None:
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept | None:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if self.preconditioner == "auto" or self.seed < 0:
             raise InvalidValue("matrix_free has chosen its preconditioner and its seed by the end of a fit")
-        return self.near.keeps(layout, parts, weights, factor)
+        return self.near.keeps(layout, parts, terms, factor)
 
     def needs(self, task: Task) -> Needs:
         """What it takes, counted (cost.py)."""

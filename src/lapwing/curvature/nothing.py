@@ -41,7 +41,7 @@ class Nothing(Structure):
         """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, "nothing")
 
-    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         return {}, {}
 

@@ -48,7 +48,7 @@ class Probe:
     outputs: int
     parameters: int
     inputs: Any  # a few examples of the first batch
-    weights: int = 1  # of the curvature: more than one where outputs have a noise of their own
+    terms: int = 1  # h, of Σ_h w_h G_h: more than one where outputs have a noise of their own
     sums: Tensor | None = None  # of all inputs (fixed.py), if a pass was needed to count them; else NaN
 
 
@@ -129,7 +129,7 @@ class Structure:
         """The parts of the network, where each is treated for itself; none where the network is treated as a whole."""
         return ()
 
-    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept | None:
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept | None:
         """What the sums and the basis of a state must look like, by their names: files are held to it. None: any
         finite numbers."""
         return None

@@ -23,21 +23,21 @@ from lapwing.errors import InvalidValue
 from lapwing.packing import Expected
 
 
-def by_weight(g: Tensor, weights: int) -> list[Tensor]:
+def by_weight(g: Tensor, terms: int) -> list[Tensor]:
     """Cotangents cut by the curvature weight they belong to (the columns of the exact factor in turn)."""
-    return [g] if weights == 1 else [g[h::weights] for h in range(weights)]
+    return [g] if terms == 1 else [g[h::terms] for h in range(terms)]
 
 
-def expected(part: Part, weights: int) -> dict[str, Expected]:
+def expected(part: Part, terms: int) -> dict[str, Expected]:
     """What is summed for a part, by its name."""
     b, o, i = part.shape
     if part.kind == "kron":
-        outer = Expected(((weights, b, o, o),), squares=True, gram=True)
+        outer = Expected(((terms, b, o, o),), squares=True, gram=True)
         inner = Expected(((b, i, i), (b, i)), squares=True, gram=True)  # (b, i) of one-hot inputs
         return {"A": inner, "B": outer, "count": Expected(((),), squares=True)}
     if part.kind == "dense":
-        return {"gram": Expected(((weights, part.size, part.size),), squares=True, gram=True)}
-    return {"diagonal": Expected(((weights, part.size),), squares=True)} if part.kind == "diagonal" else {}
+        return {"gram": Expected(((terms, part.size, part.size),), squares=True, gram=True)}
+    return {"diagonal": Expected(((terms, part.size),), squares=True)} if part.kind == "diagonal" else {}
 
 
 class Room:
@@ -59,11 +59,11 @@ class KroneckerSum:
 
     mutable = "a", "b", "count"
 
-    def __init__(self, part: Part, weights: int, device: torch.device, dtype: torch.dtype, sharing: str) -> None:
+    def __init__(self, part: Part, terms: int, device: torch.device, dtype: torch.dtype, sharing: str) -> None:
         b, o, _ = part.shape
-        self.weights, self.sharing, self.shape = weights, sharing, part.shape
+        self.terms, self.sharing, self.shape = terms, sharing, part.shape
         self.a: Tensor | None = None  # (b, i, i), or its diagonal (b, i)
-        self.b = torch.zeros(weights, b, o, o, dtype=dtype, device=device)
+        self.b = torch.zeros(terms, b, o, o, dtype=dtype, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
 
     def check(self) -> None:
@@ -81,7 +81,7 @@ class KroneckerSum:
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         """Add columns of output gradients g (k, n, s, b, o)."""
-        for h, mine in enumerate(by_weight(g, self.weights)):
+        for h, mine in enumerate(by_weight(g, self.terms)):
             _add_outputs(self.b[h], mine.sum(2, keepdim=True) if self.sharing == "reduce" else mine)
 
     def close(self, view: Any) -> None:
@@ -111,9 +111,9 @@ class DenseSum:
 
     mutable = ("gram",)
 
-    def __init__(self, part: Part, weights: int, device: torch.device) -> None:
-        self.weights, self.size = weights, part.size
-        self.gram = torch.zeros(weights, part.size, part.size, dtype=torch.float64, device=device)
+    def __init__(self, part: Part, terms: int, device: torch.device) -> None:
+        self.terms, self.size = terms, part.size
+        self.gram = torch.zeros(terms, part.size, part.size, dtype=torch.float64, device=device)
 
     def see(self, view: Any, n: int) -> None:
         """Inputs alone add nothing."""
@@ -128,7 +128,7 @@ class DenseSum:
 
     def add_rows(self, rows: Tensor) -> None:
         """rows (K, n, p)."""
-        for h, mine in enumerate(by_weight(rows, self.weights)):
+        for h, mine in enumerate(by_weight(rows, self.terms)):
             flat = mine.reshape(-1, self.size).to(torch.float64)
             self.gram[h].addmm_(flat.mT, flat)
 
@@ -142,9 +142,9 @@ class DiagonalSum:
 
     mutable = ("total",)
 
-    def __init__(self, part: Part, weights: int, device: torch.device, room: Room) -> None:
-        self.weights, self.size, self.shape, self.room = weights, part.size, part.shape, room
-        self.total = torch.zeros(weights, part.size, dtype=torch.float64, device=device)
+    def __init__(self, part: Part, terms: int, device: torch.device, room: Room) -> None:
+        self.terms, self.size, self.shape, self.room = terms, part.size, part.shape, room
+        self.total = torch.zeros(terms, part.size, dtype=torch.float64, device=device)
         self.squares: list[Tensor] = []  # Σ_k g² of a batch without shared positions, (n, 1, b, o) for each weight
 
     def see(self, view: Any, n: int) -> None:
@@ -154,13 +154,13 @@ class DiagonalSum:
         """Add columns of output gradients g (k, n, s, b, o)."""
         if view.positions == 1:  # Σ_k (g_k a)² = (Σ_k g_k²) a²: one product for all columns, in close
             g = g.to(torch.promote_types(g.dtype, torch.float32))
-            squares = [mine.square().sum(0) for mine in by_weight(g, self.weights)]
+            squares = [mine.square().sum(0) for mine in by_weight(g, self.terms)]
             if self.squares:
                 squares = [a.add_(b) for a, b in zip(self.squares, squares, strict=True)]
             self.squares = squares
             return
         for piece, part_g in _pieces(view, g, self.size, budget):
-            for total, mine in zip(self.total, by_weight(part_g, self.weights), strict=True):
+            for total, mine in zip(self.total, by_weight(part_g, self.terms), strict=True):
                 b, o, i = self.shape
                 room = self.room.shaped((mine.shape[1], b, i, o), mine) if len(mine) == 1 else None
                 total += piece.squares(mine, room).reshape(-1)
@@ -173,7 +173,7 @@ class DiagonalSum:
 
     def add_rows(self, rows: Tensor) -> None:
         """Add gradients (k, n, p) themselves."""
-        for h, mine in enumerate(by_weight(rows, self.weights)):
+        for h, mine in enumerate(by_weight(rows, self.terms)):
             self.total[h] += mine.square().sum((0, 1), dtype=torch.float64)
 
     def result(self) -> dict[str, Tensor]:

@@ -122,7 +122,7 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "structure": pack_object(state.structure, "structure", "structure.", tensors),
         "factor": pack_plain(state.factor),
         "likelihood": state.likelihood,
-        "weights": state.weights,
+        "terms": state.terms,
         "paired": state.paired,
         "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
         "masks": list(state.layout.masks),
@@ -238,13 +238,13 @@ def _state(entries: Entries, held: Tensors, layout: Layout, likelihood: Likeliho
     structure = unpack_object(entries.take("structure", "dict"), "structure", held)
     specs = [unpack_plain(Part, spec, "its part") for spec in entries.take("parts", "list")]
     parts = tuple(Part(**spec) for spec in specs)
-    weights, n = entries.take("weights", "int", 1), entries.take("n", "int", 1, 2**63)
-    sums, basis = _sums(held, structure, layout, parts, weights, factor)
+    terms, n = entries.take("terms", "int", 1), entries.take("n", "int", 1, 2**63)
+    sums, basis = _sums(held, structure, layout, parts, terms, factor)
     out = {
         "structure": structure,
         "factor": factor,
         "likelihood": entries.take("likelihood", "str"),
-        "weights": weights,
+        "terms": terms,
         "paired": entries.take("paired", "bool"),
         "n": n,
         "targets": entries.take("targets", "int | None", 0, 2**64 - 1),
@@ -255,7 +255,7 @@ def _state(entries: Entries, held: Tensors, layout: Layout, likelihood: Likeliho
         "sums": sums,
         "basis": basis,
         "statistics": _statistics(held, "statistics.", likelihood, n),
-        "batches": _batches(entries, held, structure, likelihood, weights, n),
+        "batches": _batches(entries, held, structure, likelihood, terms, n),
         "inputs": _input_sums(held, n),
     }
     _check_curvature_weights(likelihood, out)
@@ -281,11 +281,11 @@ def take_strings(entries: Entries, key: str) -> dict[str, str]:
 
 
 def _sums(
-    held: Tensors, structure: Structure, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor
+    held: Tensors, structure: Structure, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Those that the structure says it keeps; a structure that does not say may keep any numbers."""
     with sound(f"its structure ({structure})"):
-        kept = structure.keeps(layout, parts, weights, factor)
+        kept = structure.keeps(layout, parts, terms, factor)
     if kept is None:
         return tuple({k: held.finite(f"{kind}.{k}") for k in held.under(f"{kind}.")} for kind in ("sums", "basis"))  # type: ignore[return-value]
     return held.expected("sums.", kept[0]), held.expected("basis.", kept[1])
@@ -306,13 +306,13 @@ def _statistics(held: Tensors, prefix: str, likelihood: Likelihood, n: int) -> d
 
 
 def _batches(
-    entries: Entries, held: Tensors, structure: Structure, likelihood: Likelihood, weights: int, n: int
+    entries: Entries, held: Tensors, structure: Structure, likelihood: Likelihood, terms: int, n: int
 ) -> tuple[tuple[Any, Tensor], ...]:
     """Inputs and cotangents, of a dual state only."""
     specs = entries.take("inputs", "list")
     if len({entries.take("holds_data", "bool"), bool(specs), structure.keeps_rows}) > 1:
         raise BrokenFile(f"it holds {len(specs)} batches of data, and its structure is {structure}")
-    columns = polarization.outputs(weights) if likelihood.paired else weights
+    columns = polarization.outputs(terms) if likelihood.paired else terms
     out, seen = [], 0
     for i, spec in enumerate(specs):
         x, u = unpack_tree(spec, held), held.finite(f"batch.{i}.cotangents")
@@ -331,12 +331,12 @@ def _batches(
 def _check_curvature_weights(likelihood: Likelihood, state: dict[str, Any]) -> None:
     """That the curvature is this likelihood's: its kind, and the number of its weights."""
     with sound("its likelihood"):
-        weights = len(likelihood.curvature_weights(state["factor"].kind))
+        terms = len(likelihood.curvature_weights(state["factor"].kind))
     if likelihood.kind != state["likelihood"] or likelihood.paired is not state["paired"]:
         raise BrokenFile(f"it holds the likelihood {likelihood.kind}, and its curvature is of {state['likelihood']}")
-    pairs = polarization.outputs(state["weights"]) if state["paired"] else 0
-    if weights not in (1, state["weights"]) or (state["paired"] and pairs * (pairs + 1) // 2 != state["weights"]):
-        raise BrokenFile(f"its likelihood has {weights} curvature weights, and its curvature {state['weights']}")
+    pairs = polarization.outputs(state["terms"]) if state["paired"] else 0
+    if terms not in (1, state["terms"]) or (state["paired"] and pairs * (pairs + 1) // 2 != state["terms"]):
+        raise BrokenFile(f"its likelihood has {terms} curvature weights, and its curvature {state['terms']}")
 
 
 def _center(entries: Entries, held: Tensors, layout: Layout, likelihood: Likelihood, n: int) -> Center | None:
@@ -362,7 +362,7 @@ def _samples(
     k = structure.samples
     z = held.finite("samples.z", (k, layout.size), double)
     gamma = held.finite("samples.gamma", (k, groups), double)
-    squares = held.finite("samples.squares", (k, state["weights"]), double)
+    squares = held.finite("samples.squares", (k, state["terms"]), double)
     logdet = held.finite("samples.logdet", dtype=double) if entries.take("logdet", "bool") else None
     if found["solver"] != structure.solver or (logdet is not None and (logdet.ndim != 1 or len(logdet) < 2)):
         raise BrokenFile(f"its samples were not made by {structure}")

@@ -51,7 +51,7 @@ def climb(
 
 def fixed_curvature(state: State, prior: Gaussian, likelihood: Likelihood) -> Callable[[Gaussian, Likelihood], Tensor]:
     """(prior, likelihood) ↦ log Z with what does not move made once. Noise per output mixes the curvature anew."""
-    if len(likelihood.curvature_weights(state.factor.kind)) > 1 or state.weights > 1:
+    if len(likelihood.curvature_weights(state.factor.kind)) > 1 or state.terms > 1:
         return lambda prior, likelihood: log_evidence(state, prior, likelihood)
     unit = state.structure.operator(state, torch.ones(1, dtype=torch.float64, device=state.tangent.device))
     diagonal = linalg.diagonal(unit) if linalg.is_diagonal(unit) else None
