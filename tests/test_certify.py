@@ -13,8 +13,7 @@ from lapwing.certify import certify
 from lapwing.certify import inputs as new_inputs
 from lapwing.certify.comparison import _trace
 from lapwing.certify.leave_one_out import sample
-from lapwing.certify.reader import Reader
-from lapwing.certify.solves import solved
+from lapwing.certify.reader import Reader, solved
 from lapwing.curvature import LowRank, probe
 from lapwing.data import as_batches
 from lapwing.distributed import ALONE
@@ -476,7 +475,7 @@ def test_what_does_not_converge_is_answered_with_a_wider_interval(seed: int, mon
     la = lw.laplace(network(15), batch(15, "gaussian", n=30), "gaussian", structure="diag", prior=0.05)
     whole = la.certify(8, generator=torch.Generator().manual_seed(seed))
     monkeypatch.setattr(lw.certify.comparison, "LANCZOS_STEPS", 4)
-    monkeypatch.setattr(lw.certify.solves, "CG_STEPS", 4)
+    monkeypatch.setattr(lw.certify.reader, "CG_STEPS", 4)
     found = la.certify(8, generator=torch.Generator().manual_seed(seed))
     assert found.residual > 1e-6
     assert any("conjugate gradients stopped at a residual of" in note for note in found.notes)

@@ -28,13 +28,12 @@ from lapwing import given
 from lapwing.certify import inputs as new_inputs
 from lapwing.certify.certificate import Certificate
 from lapwing.certify.leave_one_out import random_signs
-from lapwing.certify.reader import Reader
-from lapwing.certify.solves import ratio, solved
-from lapwing.curvature import Probe, State, accumulate, probe, references
+from lapwing.certify.reader import Reader, ratio, solved
+from lapwing.curvature import Probe, State, accumulate, probe
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.layered import LayeredSum
 from lapwing.curvature.lowrank import COPIES
-from lapwing.curvature.matrix_free import LEAST
+from lapwing.curvature.matrix_free import LEAST, sketch_of, trace_of
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
@@ -106,7 +105,7 @@ def _near(reader: Reader, seen: Probe, precision: Any, pulled: Tensor, budget: i
     if own <= reader.tolerance or rank < min(LEAST, seen.parameters):
         return precision
     reader.passes += 1
-    structure = references.sketch(rank, budget)
+    structure = sketch_of(rank, budget)
     state = accumulate(structure, reader.state.tangent, reader.likelihood, reader.batches, "exact", seen=seen)
     sketch = curvature(state.structure.companion(state), reader.likelihood)
     near = linalg.shift(sketch, prior_precision(reader.prior, reader.state))
@@ -119,7 +118,7 @@ def _trace(
     """tr Ĝ / tr G: exactly where an example has no more columns than there are probes, else by signs per example."""
     state, likelihood, tangent = reader.state, reader.likelihood, reader.state.tangent
     own = float(_sum_diagonal(curvature(state, likelihood)))
-    structure = references.trace(budget)
+    structure = trace_of(budget)
     if seen.outputs * seen.positions <= k if exact is None else exact:
         reader.passes += 1
         true = accumulate(structure, tangent, likelihood, reader.batches, "exact", progress=reader.progress, seen=seen)

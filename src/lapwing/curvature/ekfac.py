@@ -23,7 +23,7 @@ from lapwing.curvature.layered import Kronecker, LayeredSum, never_negative
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import DenseInputs
 from lapwing.curvature.state import State
-from lapwing.curvature.structure import Accumulator, Kept, Probe
+from lapwing.curvature.structure import Accumulator, Kept, Probe, same_terms
 from lapwing.curvature.sums import by_weight
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
@@ -100,11 +100,7 @@ def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Ten
         )
     if state.basis:
         return {key: u.to(weights.device) for key, u in state.basis.items()}
-    if state.terms != len(weights):
-        raise InvalidValue(
-            f"the basis has {state.terms} curvature weights and the likelihood {len(weights)}; fit both with "
-            "the same likelihood"
-        )
+    same_terms(state.terms, len(weights))
     basis = {}
     for part, op in zip(parts, state.structure.operator(state, weights).parts, strict=True):
         if part.kind == "kron":

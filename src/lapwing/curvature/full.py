@@ -20,7 +20,7 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.gram import add_gram, mirrored
 from lapwing.curvature.hessian import HessianSum
-from lapwing.curvature.memory import count_bytes, physical_memory
+from lapwing.curvature.memory import physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.curvature.state import State
@@ -52,7 +52,7 @@ class Full(Structure):
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
-        count_bytes(self)
+        super().__post_init__()
         if self.form not in ("auto", "primal", "dual"):
             raise InvalidValue(f"form must be 'auto', 'primal' or 'dual', got {self.form!r}")
 
@@ -88,12 +88,11 @@ class Full(Structure):
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        terms = len(likelihood.curvature_weights(factor.kind))
         if factor.kind == "hessian":
-            return HessianSum(tangent, likelihood, terms)
+            return HessianSum(tangent, likelihood, probe.terms)
         if self.form == "dual":
             return DualRows(tangent, likelihood.paired)
-        return GramSum(tangent, cover(tangent, probe.inputs), terms, self.memory_budget)
+        return GramSum(tangent, cover(tangent, probe.inputs), probe.terms, self.memory_budget)
 
     def operator(self, state: State, weights: Tensor) -> Any:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
@@ -145,7 +144,7 @@ def check_batches(tangent: TangentModel, batches: Iterable[tuple[Any, Tensor]]) 
             raise InvalidValue(f"batch {i} has outputs {f.dtype} {tuple(f.shape)} and cotangents {cotangents}")
 
 
-class GramSum:
+class GramSum(Accumulator):
     """G += RᵀR over batches, lower triangle, float64.
 
     The rows of one layer without shared positions (a last layer) are outer products g ⊗ a, and never made: with
@@ -155,7 +154,7 @@ class GramSum:
 
     def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], terms: int, budget: int) -> None:
         p = tangent.layout.size
-        self.maker, self.terms, self.budget = RowMaker(tangent, parts), terms, budget
+        self.tangent, self.maker, self.terms, self.budget = tangent, RowMaker(tangent, parts), terms, budget
         self.gram = torch.zeros(terms, p, p, dtype=torch.float64, device=tangent.device)
         self.held: list[Tensor] = []  # (n, K, p) rows waiting to be multiplied
         self.outer: Tensor | None = None  # what came from outer products, in the order of the layer (o, i)
@@ -214,7 +213,7 @@ class GramSum:
         return {"gram": gram}, ()
 
 
-class DualRows:
+class DualRows(Accumulator):
     """Keeps inputs and cotangents; the rows are made when the operator asks. Of columns of pairs, which are sums of
     those of single outputs, none are kept."""
 
@@ -229,10 +228,6 @@ class DualRows:
         if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in self.batches):
             raise InvalidValue("batches must be pairs of inputs and cotangents")
         check_batches(self.tangent, self.batches)
-
-    def forward(self, x: Any) -> Tensor:
-        """The outputs f (n, ..., c) of a batch."""
-        return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Keep the inputs and cotangents of a batch."""

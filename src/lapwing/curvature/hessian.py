@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
+from lapwing.curvature.structure import Accumulator
 from lapwing.errors import Unsupported
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel, proof
@@ -23,7 +24,7 @@ from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kern
 CHUNK = 256  # columns of the Hessian made at a time
 
 
-class HessianSum:
+class HessianSum(Accumulator):
     """Σ_n of the Hessian of −log p by the parameters, (h, p, p)."""
 
     mutable = ("gram",)
@@ -32,10 +33,6 @@ class HessianSum:
         p = tangent.layout.size
         self.tangent, self.likelihood, self.terms = tangent, likelihood, terms
         self.gram = torch.zeros(terms, p, p, dtype=torch.float64, device=tangent.device)
-
-    def forward(self, x: Any) -> Tensor:
-        """The outputs f (n, ..., c) of a batch."""
-        return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of

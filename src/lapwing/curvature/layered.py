@@ -21,7 +21,6 @@ from lapwing.curvature.capture import Capture
 from lapwing.curvature.cost import Needs, Task, of_parts
 from lapwing.curvature.cover import cover, explain
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.memory import count_bytes
 from lapwing.curvature.parts import Part, check_parts
 from lapwing.curvature.state import State
 from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure
@@ -73,9 +72,6 @@ class Layered(Structure):
         super().__init_subclass__(**options)
         registry.enter("structure", cls)
 
-    def __post_init__(self) -> None:
-        count_bytes(self)
-
     def kind_of(self, part: Part) -> str:
         """How a part is treated: "kron", "dense" or "diagonal"."""
         raise NotImplementedError
@@ -100,8 +96,7 @@ class Layered(Structure):
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        terms = len(likelihood.curvature_weights(factor.kind))
-        return LayeredSum(tangent, self.parts(tangent, probe.inputs), terms, self)
+        return LayeredSum(tangent, self.parts(tangent, probe.inputs), probe.terms, self)
 
     def operator(self, state: State, weights: Tensor) -> Blocks:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
@@ -273,7 +268,7 @@ def _largest(b: Tensor) -> Tensor:
     return b.abs().flatten(1).amax(1)
 
 
-class LayeredSum:
+class LayeredSum(Accumulator):
     """One capture a batch; each part's sum takes what it needs of it."""
 
     mutable = ("sums",)

@@ -24,11 +24,11 @@ from lapwing import given, tree
 from lapwing.curvature.cost import Needs, Task
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.memory import count_bytes, physical_memory
+from lapwing.curvature.memory import physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import State
-from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure, register
+from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure, register, same_terms
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal, HeldRows, Mixed, RootPlusDiagonal, linalg
@@ -61,7 +61,7 @@ class LowRank(Structure):
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
-        count_bytes(self)
+        super().__post_init__()
         given.whole(self.rank, "the rank of lowrank", 1)
         given.whole(self.passes, "the passes of lowrank", 1)
 
@@ -89,21 +89,16 @@ class LowRank(Structure):
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        tests = pseudorandom(self.rank, tangent).expand(len(likelihood.curvature_weights(factor.kind)), -1, -1)
+        tests = pseudorandom(self.rank, tangent).expand(probe.terms, -1, -1)
         return SketchSum(tangent, cover(tangent, probe.inputs), tests, {}, self.memory_budget)
 
     def start_in(
         self, basis: State, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe
     ) -> Accumulator:
         """One whose test vectors are those of a state, or span its sketch's range."""
-        parts, terms = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
         tests = self._tests(basis, likelihood.curvature_weights(factor.kind))
-        if len(tests) != terms:
-            raise InvalidValue(
-                f"the basis has {len(tests)} curvature weights and the likelihood {terms}; fit both with the same "
-                "likelihood"
-            )
-        return SketchSum(tangent, parts, tests, {"tests": tests}, self.memory_budget)
+        same_terms(len(tests), probe.terms)
+        return SketchSum(tangent, cover(tangent, probe.inputs), tests, {"tests": tests}, self.memory_budget)
 
     def _tests(self, basis: State, weights: Tensor) -> Tensor:
         """Ω of a state of this structure; or, from one of a pass fewer, an orthonormal basis of its sketch's range (of
@@ -191,7 +186,7 @@ def _eps(state: State) -> float:
     return torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps * 10**state.lost
 
 
-class SketchSum:
+class SketchSum(Accumulator):
     """Y (h, k, p) and tr G (h, parameters), one each a curvature weight, in float64; products in the network's dtype,
     float32 or better."""
 
@@ -216,10 +211,6 @@ class SketchSum:
         """Raise unless what was read from a checkpoint can be a size."""
         if self.each is not None and (type(self.each) is not int or self.each < 1):
             raise InvalidValue(f"an example's rows cannot take {self.each!r} bytes")
-
-    def forward(self, x: Any) -> Tensor:
-        """The outputs f (n, ..., c) of a batch."""
-        return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of

@@ -8,7 +8,7 @@ that of the samples, whatever the numbers of data and outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ from lapwing.curvature.data_root import source
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Diagonal, Kronecker
 from lapwing.curvature.lowrank import COPIES, LowRank
-from lapwing.curvature.memory import count_bytes
-from lapwing.curvature.nothing import Nothing
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import Memo, State
-from lapwing.curvature.structure import BUDGET, Kept, Probe, Structure, covered, register
+from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure, covered, register
 from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import SolvePlan, Streamed, linalg
 from lapwing.operators.samples import Remembered
 from lapwing.tangent import TangentModel
@@ -68,7 +68,7 @@ class MatrixFree(Structure):
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
-        count_bytes(self)
+        super().__post_init__()
         if self.solver not in ("cg", "sgd"):
             raise InvalidValue(f"solver must be 'cg' or 'sgd', got {self.solver!r}")
         if self.preconditioner not in ("auto", *PRECONDITIONERS):
@@ -163,3 +163,57 @@ class MatrixFree(Structure):
         """What it takes, counted (cost.py)."""
         near, note = getattr(self.near, "needs", lambda task: Needs())(task), "exact, by passes that cannot be counted"
         return Needs(near.memory, kept=near.kept, exact=True, note=note, grows=True)
+
+
+# -- without a preconditioner, and in the place of the true curvature -----------------------------------------------
+
+
+@register
+@dataclass(frozen=True)
+class Nothing(Structure):
+    """G ≈ 0: what the prior alone knows."""
+
+    def __str__(self) -> str:
+        return "none"
+
+    def resolved(self, probe: Probe, factor: Factor) -> Nothing:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
+        return self
+
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        """An empty accumulator for a pass over the data."""
+        return OutputsOnly(tangent)
+
+    def operator(self, state: State, weights: Tensor) -> DiagonalOperator:
+        """Zero, as an operator."""
+        return DiagonalOperator(weights.new_zeros(1), state.layout.size)
+
+    def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
+        return dict.fromkeys(tangent.layout.names, "nothing")
+
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
+        return {}, {}
+
+
+class OutputsOnly(Accumulator):
+    """It runs the network, for the likelihood's statistics, and sums nothing."""
+
+    mutable = ()
+
+    def __init__(self, tangent: TangentModel) -> None:
+        self.tangent = tangent
+
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add nothing."""
+
+
+def sketch_of(rank: int, memory_budget: int) -> Structure:
+    """Products with the exact curvature, whose companion is a Nyström sketch of it."""
+    return MatrixFree(preconditioner="nystrom", rank=rank, memory_budget=memory_budget)
+
+
+def trace_of(memory_budget: int) -> Diagonal:
+    """The exact diagonal."""
+    return Diagonal(memory_budget=memory_budget)

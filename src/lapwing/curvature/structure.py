@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from lapwing import registry
+from lapwing import given, registry
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.parts import Part
+from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
@@ -55,15 +56,19 @@ class Probe:
 class Accumulator(Protocol):
     """What changes while the loop over data runs, and only then."""
 
+    tangent: TangentModel
+
     def forward(self, x: Any) -> Tensor:
         """The outputs f (n, ..., c) of a batch."""
+        return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]:
-        """The sums by their names, and the batches that are kept."""
+        """The sums by their names, and the batches that are kept: none of either, unless it says otherwise."""
+        return {}, ()
 
 
 class Structure:
@@ -76,6 +81,10 @@ class Structure:
     # "exact", "lower", "upper", "estimate" or "neither"; a subclass that keeps something else of G says so again
     shell: ClassVar[str] = "laplace"  # the kind of a file that holds its state
     memory_budget: int = BUDGET  # bytes of working memory
+
+    def __post_init__(self) -> None:
+        budget = given.memory(self.memory_budget, f"memory_budget of {type(self).__name__}")
+        object.__setattr__(self, "memory_budget", budget)  # a whole number of bytes, as an int
 
     def resolved(self, probe: Probe, factor: Factor) -> Structure:
         """The structure as it will be fitted to such data, or an error where it cannot be."""
@@ -142,6 +151,14 @@ class Structure:
         """For sums that are no squares, by their names: matrices (..., k, k) made of them that no data make indefinite.
         Data that are taken out are held to it (removal.py)."""
         return {}
+
+
+def same_terms(basis: int, likelihood: int) -> None:
+    """Raise unless a basis is of as many curvature weights as the likelihood has."""
+    if basis != likelihood:
+        raise InvalidValue(
+            f"the basis has {basis} curvature weights and the likelihood {likelihood}; fit both with the same likelihood"
+        )
 
 
 def covered(structure: Structure, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
