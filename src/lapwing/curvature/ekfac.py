@@ -27,7 +27,7 @@ from lapwing.curvature.structure import Accumulator, Kept, Probe, same_terms
 from lapwing.curvature.sums import by_weight
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import EigenKronecker as EigenKroneckerOperator
+from lapwing.operators import EigenPlusDiagonal
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -62,7 +62,7 @@ class EigenKronecker(Kronecker):
             return super().block(part, state, weights)
         values = never_negative(torch.einsum("h,hboi->boi", weights, state.sums[f"{part.name}/values"]), state)
         ua, ub = state.basis.get(f"{part.name}/UA"), state.basis[f"{part.name}/UB"]
-        return EigenKroneckerOperator(values, ua, ub, name=part.name)
+        return EigenPlusDiagonal(values, ua, ub, name=part.name)
 
     def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
         sums, _ = super().keeps(layout, parts, terms, factor)

@@ -27,9 +27,8 @@ from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Struct
 from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum, Room, expected
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Blocks, Dense
+from lapwing.operators import Blocks, Dense, KroneckerPlusDiagonal
 from lapwing.operators import Diagonal as DiagonalOperator
-from lapwing.operators import Kronecker as KroneckerOperator
 from lapwing.operators.memo import BlockGroups, KroneckerFactors
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
@@ -231,7 +230,7 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
         kept = memo.factorizations if len(weights) == 1 else KroneckerFactors()
         a = state.sums[f"{part.name}/A"].to(weights.device) if len(weights) == 1 else stored("A")
         rounding = _rounding(state, weights, b, stored("count"), eps) if state.paired else 0.0
-        return KroneckerOperator(a, mixed, s, name=part.name, eps=eps, rounding=rounding, memo=kept)
+        return KroneckerPlusDiagonal(a, mixed, s, name=part.name, eps=eps, rounding=rounding, memo=kept)
     if part.kind == "dense":
         gram = stored("gram")
         if len(weights) == 1:

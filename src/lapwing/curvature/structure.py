@@ -157,7 +157,7 @@ def same_terms(basis: int, likelihood: int) -> None:
     """Raise unless a basis is of as many curvature weights as the likelihood has."""
     if basis != likelihood:
         raise InvalidValue(
-            f"the basis has {basis} curvature weights and the likelihood {likelihood}; fit both with the same likelihood"
+            f"the basis has {basis} curvature weights and the likelihood {likelihood}; fit both with the same one"
         )
 
 

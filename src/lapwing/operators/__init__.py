@@ -4,8 +4,8 @@ from lapwing.operators import linalg
 from lapwing.operators.blocks import Blocks
 from lapwing.operators.dense import Dense, OuterRows
 from lapwing.operators.diagonal import Diagonal
-from lapwing.operators.eigen import EigenKronecker
-from lapwing.operators.kronecker import Kronecker
+from lapwing.operators.eigen import EigenPlusDiagonal
+from lapwing.operators.kronecker import KroneckerPlusDiagonal
 from lapwing.operators.mixed import Mixed
 from lapwing.operators.root import HeldRows, RootPlusDiagonal
 from lapwing.operators.samples import Samples, SolvePlan
@@ -15,9 +15,9 @@ __all__ = [
     "Blocks",
     "Dense",
     "Diagonal",
-    "EigenKronecker",
+    "EigenPlusDiagonal",
     "HeldRows",
-    "Kronecker",
+    "KroneckerPlusDiagonal",
     "Mixed",
     "OuterRows",
     "RootPlusDiagonal",
