@@ -45,6 +45,15 @@ from lapwing.tune import Tuning
 SCHEMA = 2
 CENTER = ("iterations", "residual", "passes")  # of a Center, beside its tensors
 SAMPLES = ("residual", "steps", "passes", "solver", "preconditioner")  # of Samples, beside theirs
+STRINGS = ("fingerprints", "coverage")  # of a State, {name: string}
+NUMBERS: dict[str, tuple[Any, ...]] = {  # of a State, as Entries.take wants them: kind, least and most
+    "likelihood": ("str",),
+    "terms": ("int", 1),
+    "paired": ("bool",),
+    "n": ("int", 1, 2**63),
+    "targets": ("int | None", 0, 2**64 - 1),
+    "lost": ("float", 0, 100),  # decimal digits
+}
 POSITIVE = ("count", "weight")  # statistics that no data leave at 0
 
 
@@ -113,30 +122,28 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors |= {f"statistics.{k}": v for k, v in state.statistics.items()}
     tensors |= {} if state.inputs is None else {"input_sums": state.inputs}
     tensors |= {f"basis.{k}": v for k, v in state.basis.items()}
-    tensors |= {f"mask.{k}": v for k, v in state.layout.masks.items()}
-    inputs = []
+    masks, layout = pack_layout(state.layout)
+    tensors, inputs = tensors | masks, []
     for i, (x, u) in enumerate(state.batches):
         tensors[f"batch.{i}.cotangents"] = u
         inputs.append(pack_tree(x, f"batch.{i}.inputs", tensors))
     header = {
         "structure": pack_object(state.structure, "structure", "structure.", tensors),
         "factor": pack_plain(state.factor),
-        "likelihood": state.likelihood,
-        "terms": state.terms,
-        "paired": state.paired,
-        "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
-        "masks": list(state.layout.masks),
-        "empty": list(state.layout.empty),
-        "n": state.n,
-        "targets": state.targets,
-        "lost": state.lost,
-        "fingerprints": state.fingerprints,
+        **pack_plain(state, [*NUMBERS, *STRINGS]),
+        **layout,
         "parts": [pack_plain(part) for part in state.parts],
-        "coverage": state.coverage,
         "holds_data": state.holds_data,
         "inputs": inputs,
     }
     return tensors, header
+
+
+def pack_layout(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The names and shapes of the parameters, and their masks."""
+    shapes = {name: list(shape) for name, shape in layout.shapes.items()}
+    tensors = {f"mask.{name}": mask for name, mask in layout.masks.items()}
+    return tensors, {"parameters": shapes, "masks": list(layout.masks), "empty": list(layout.empty)}
 
 
 def pack_objects(prior: Any, likelihood: Any, tuning: Tuning | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -238,20 +245,15 @@ def _state(entries: Entries, held: Tensors, layout: Layout, likelihood: Likeliho
     structure = unpack_object(entries.take("structure", "dict"), "structure", held)
     specs = [unpack_plain(Part, spec, "its part") for spec in entries.take("parts", "list")]
     parts = tuple(Part(**spec) for spec in specs)
-    terms, n = entries.take("terms", "int", 1), entries.take("n", "int", 1, 2**63)
+    numbers = {name: entries.take(name, *kind) for name, kind in NUMBERS.items()}
+    terms, n = numbers["terms"], numbers["n"]
     sums, basis = _sums(held, structure, layout, parts, terms, factor)
     out = {
         "structure": structure,
         "factor": factor,
-        "likelihood": entries.take("likelihood", "str"),
-        "terms": terms,
-        "paired": entries.take("paired", "bool"),
-        "n": n,
-        "targets": entries.take("targets", "int | None", 0, 2**64 - 1),
-        "lost": float(entries.take("lost", "float", 0, 100)),  # decimal digits
-        "fingerprints": take_strings(entries, "fingerprints"),
+        **numbers,
+        **{name: take_strings(entries, name) for name in STRINGS},
         "parts": parts,
-        "coverage": take_strings(entries, "coverage"),
         "sums": sums,
         "basis": basis,
         "statistics": _statistics(held, "statistics.", likelihood, n),
