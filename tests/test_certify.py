@@ -342,7 +342,7 @@ def test_solves_without_an_example_are_the_closed_form(budget: int, kind: str, m
         reader, probe(la.tangent, reader.batches), near, 14, torch.Generator().manual_seed(seed), budget
     )
     assert (new.examples.rows is None) == (budget == 2**10)
-    found = solved(reader, la.posterior.precision, new.j, new.extra(0), 2**30)
+    ends, _, _ = solved(reader, la.posterior.precision, new.j, new.extra(0), 2**30)
     J, hessian = jacobian(model, x), output_hessian(kind, model(x).detach(), ONE)
     K = torch.einsum("nap,nab,nbq->pq", J, hessian, J) + 0.2 * torch.eye(J.shape[-1]).double()
     for place, (one, _) in new.examples.held.items():
@@ -353,7 +353,7 @@ def test_solves_without_an_example_are_the_closed_form(budget: int, kind: str, m
         closed = C @ torch.linalg.inv(torch.eye(3) - hessian[n] @ C)
         refit = J[n] @ torch.linalg.solve(K - J[n].mT @ hessian[n] @ J[n], J[n].mT)
         torch.testing.assert_close(closed, refit, rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(found.ends[0][place], u @ closed @ u, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(ends[0][place], u @ closed @ u, rtol=1e-8, atol=1e-10)
 
 
 def test_leave_one_out_of_outputs_with_positions_leaves_all_positions_out() -> None:

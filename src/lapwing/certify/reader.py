@@ -98,19 +98,11 @@ class Reader:
 # -- solves ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Solved:
-    """bᵀK⁻¹b, (k,), between two ends, which are one where conjugate gradients converged."""
-
-    ends: tuple[Tensor, Tensor]
-    residual: float
-    note: str
-
-
 def solved(
-    reader: Reader, near: Any, b: Tensor, extra: Callable[[Tensor, Tensor], Tensor] | None, budget: int
-) -> Solved:
-    """Columns in as few groups as fit the memory budget."""
+    reader: Reader, near: linalg.Operator, b: Tensor, extra: Callable[[Tensor, Tensor], Tensor] | None, budget: int
+) -> tuple[tuple[Tensor, Tensor], float, str]:
+    """The two ends of bᵀK⁻¹b, (k,) each, which are one where conjugate gradients converged; the largest residual, and a
+    note where they did not. Columns in as few groups as fit the memory budget."""
 
     def closer(v: Tensor) -> Tensor:
         return linalg.solve(near, v)
@@ -131,7 +123,7 @@ def solved(
         converged = converged and found.converged
     note = f"conjugate gradients stopped at a residual of {worst:.2g} after {steps} steps, above {reader.tolerance:g}; "
     note += "intervals of variances hold whatever that leaves open"
-    return Solved((torch.cat(low), torch.cat(high)), worst, "" if converged else note)
+    return (torch.cat(low), torch.cat(high)), worst, "" if converged else note
 
 
 def _of(extra: Callable[[Tensor, Tensor], Tensor], rows: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

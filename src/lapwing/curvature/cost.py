@@ -137,7 +137,7 @@ class Task:
     @property
     def element(self) -> int:
         """Bytes of a number in the network's precision, float32 at the least."""
-        return torch.empty(0, dtype=torch.promote_types(self.tangent.dtype, torch.float32)).element_size()
+        return torch.empty(0, dtype=self.tangent.sum_dtype).element_size()
 
     def with_parts(self) -> Task:
         """With the parts of the network, found by running it on the probe's inputs."""

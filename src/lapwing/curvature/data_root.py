@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
-from lapwing import tree
 from lapwing.curvature import overflow
-from lapwing.curvature.accumulate import accumulate, flat_outputs
+from lapwing.curvature.accumulate import Running, accumulate, flat_outputs
 from lapwing.curvature.layered import Diagonal
 from lapwing.curvature.products import carry, pieces
 from lapwing.curvature.state import State, differing
@@ -29,6 +28,7 @@ from lapwing.curvature.structure import BUDGET
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood, polarization
+from lapwing.operators import linalg
 from lapwing.solvers.noise import Placed
 from lapwing.solvers.product import Product
 from lapwing.tangent import TangentModel
@@ -216,8 +216,7 @@ class DataRoot:
         state = accumulate(structure, self.tangent, self.likelihood, self.data, "exact")
         self.counter["passes"] += 1
         rows = torch.eye(self.terms, dtype=torch.float64, device=self.tangent.device)
-        found = [structure.operator(state, row) for row in rows]
-        return torch.stack([op.join([part.dense() for part in op.parts]) for op in found])
+        return torch.stack([linalg.diagonal(structure.operator(state, row)) for row in rows])
 
     # -- the same data each pass ------------------------------------------------------------------------------------
 
@@ -242,9 +241,7 @@ class Watch:
     """One pass, held to the data of the fit: their number, targets and the network's outputs, in any order."""
 
     root: DataRoot  # what the pass is of: the fit's number, digest and statistics
-    n: int = 0
-    targets: int = 0
-    statistics: dict[str, Tensor] = field(default_factory=dict)
+    seen: Running = field(default_factory=lambda: Running(None))
 
     def see(self, f: Tensor, y: Tensor) -> None:
         """Outputs (m, c), one row a position, and targets."""
@@ -254,15 +251,13 @@ class Watch:
                 f"{self.root.passes} over the data, though not in the fit: matrix-free needs the same data each "
                 "pass"
             )
-        self.n += len(y)
-        self.targets = (self.targets + tree.digest(y)) % 2**64
-        for key, value in self.root.likelihood.statistics(f, self.root.likelihood.rows(y, len(f))).items():
-            self.statistics[key] = self.statistics[key] + value if key in self.statistics else value
+        self.seen.count(y, self.root.likelihood.statistics(f, self.root.likelihood.rows(y, len(f))))
 
     def check(self) -> None:
         """Raise unless the pass was over the data of the fit, on all ranks together."""
-        mine = [self.statistics.get(key, torch.zeros_like(value)) for key, value in self.root.statistics.items()]
-        counts = torch.tensor([self.n, (self.targets + 2**63) % 2**64 - 2**63])  # sums wrap modulo 2⁶⁴
+        seen = self.seen
+        mine = [seen.statistics.get(key, torch.zeros_like(value)) for key, value in self.root.statistics.items()]
+        counts = torch.tensor([seen.n, (seen.targets + 2**63) % 2**64 - 2**63])  # sums wrap modulo 2⁶⁴
         *found_sums, counts = self.root.ranks.total([*mine, counts], "a pass over the data")
         statistics = dict(zip(self.root.statistics, found_sums, strict=True))
         n, targets = int(counts[0]), int(counts[1]) % 2**64

@@ -94,7 +94,7 @@ class Full(Structure):
             return DualRows(tangent, likelihood.paired)
         return GramSum(tangent, cover(tangent, probe.inputs), probe.terms, self.memory_budget)
 
-    def operator(self, state: State, weights: Tensor) -> Any:
+    def operator(self, state: State, weights: Tensor) -> Dense | RootPlusDiagonal:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         if self.form == "primal":
             gram = state.sums["gram"]

@@ -61,12 +61,9 @@ def _hessian(tangent: TangentModel, loss: Any, key: Any) -> Tensor:
 
 
 def _batched(loss: Any, theta: Tensor) -> Tensor:
+    columns = vmap(lambda v: jvp(grad(loss), (theta,), (v,))[1])
     with plain_kernels(), any_batching_rule():
-        return torch.cat([_columns(loss, theta, part) for part in _units(theta).split(CHUNK)])
-
-
-def _columns(loss: Any, theta: Tensor, units: Tensor) -> Tensor:
-    return vmap(lambda v: jvp(grad(loss), (theta,), (v,))[1])(units).to(torch.float64)
+        return torch.cat([columns(part).to(torch.float64) for part in _units(theta).split(CHUNK)])
 
 
 def _proved(tangent: TangentModel, loss: Any, theta: Tensor, found: Tensor) -> bool:

@@ -183,7 +183,7 @@ def _range(sketch: Tensor) -> Tensor:
 
 def _eps(state: State) -> float:
     """Of the products that its sketch was summed from, with the digits that removals have cost."""
-    return torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps * 10**state.lost
+    return torch.finfo(state.tangent.sum_dtype).eps * 10**state.lost
 
 
 class SketchSum(Accumulator):
@@ -202,7 +202,7 @@ class SketchSum(Accumulator):
     ) -> None:
         self.tangent, self.maker, self.budget, self.basis = tangent, RowMaker(tangent, parts), budget, basis
         self.each: int | None = None  # bytes of an example's rows, and of the gradients that they are made from
-        self.tests = tests.to(torch.promote_types(tangent.dtype, torch.float32))
+        self.tests = tests.to(tangent.sum_dtype)
         self.slices = list(tangent.layout.slices().values())
         self.sketch = torch.zeros(tests.shape, dtype=torch.float64, device=tangent.device)
         self.trace = torch.zeros(len(tests), len(self.slices), dtype=torch.float64, device=tangent.device)
@@ -216,7 +216,7 @@ class SketchSum(Accumulator):
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
         part = self.budget // 8  # rows are there three times while the next are made, beside Y and Ω
-        for piece, some in self.tangent.pieces(x, u, self._bytes(x, u), 2 * part):
+        for piece, some in self.tangent.pieces(x, u, 2 * part // self._bytes(x, u)):
             for rows in self.maker.rows(self.maker.run(piece), piece, some, part):  # (n, K, p)
                 self._add(rows.transpose(0, 1))
 

@@ -28,7 +28,7 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import SolvePlan, Streamed, linalg
-from lapwing.operators.samples import Remembered
+from lapwing.operators.streamed import Remembered
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 
@@ -144,7 +144,7 @@ class MatrixFree(Structure):
         memo = state.factorizations(MatrixFreeMemo).samples
         return Streamed(state.source, weights, companion, SolvePlan(*how), memo=memo)
 
-    def gathered(self, state: State, precision: Streamed) -> State:
+    def gathered(self, state: State, precision: linalg.Operator) -> State:
         """The state with the samples of a precision made of it, once they are all on this rank."""
         memo = replace(state.factorizations(MatrixFreeMemo), samples=linalg.gathered(precision).memo)
         return replace(state, memo=replace(state.memo, own=memo))

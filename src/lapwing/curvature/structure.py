@@ -21,6 +21,7 @@ from lapwing.curvature.factor import Factor
 from lapwing.curvature.parts import Part
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
+from lapwing.operators import linalg
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -94,7 +95,7 @@ class Structure:
         """An empty accumulator for a pass over the data."""
         raise NotImplementedError
 
-    def operator(self, state: State, weights: Tensor) -> Any:
+    def operator(self, state: State, weights: Tensor) -> linalg.Operator:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,). Where `state.paired`, they have both signs."""
         raise NotImplementedError
 
@@ -126,7 +127,7 @@ class Structure:
         """The state that stands for it where a factorization is needed: itself, unless it streams."""
         return state
 
-    def gathered(self, state: State, precision: Any) -> State:
+    def gathered(self, state: State, precision: linalg.Operator) -> State:
         """The state with the samples of a precision that was made of it, all of them on this rank; itself without."""
         return state
 

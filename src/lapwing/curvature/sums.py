@@ -21,6 +21,7 @@ from lapwing.curvature.gram import mirrored
 from lapwing.curvature.parts import Part
 from lapwing.errors import InvalidValue
 from lapwing.packing import Expected
+from lapwing.tangent import TangentModel
 
 
 def by_weight(g: Tensor, terms: int) -> list[Tensor]:
@@ -54,17 +55,28 @@ class Room:
         return self.flat[:size].view(shape)
 
 
-class KroneckerSum:
+class PartSum:
+    """What is summed for one part, at unit scale."""
+
+    def see(self, view: Any, n: int) -> Any:
+        """Add the inputs of n examples; they are handed to `add` and `close` as they come back."""
+        return view
+
+    def close(self, view: Any) -> None:
+        """The end of a batch, at which nothing is left over unless a sum says otherwise."""
+
+
+class KroneckerSum(PartSum):
     """A = Σ a aᵀ (b, i, i) over data and positions, B_h = Σ g gᵀ (h, b, o, o), and how many were summed."""
 
     mutable = "a", "b", "count"
 
-    def __init__(self, part: Part, terms: int, device: torch.device, dtype: torch.dtype, sharing: str) -> None:
+    def __init__(self, part: Part, terms: int, tangent: TangentModel, sharing: str) -> None:
         b, o, _ = part.shape
         self.terms, self.sharing, self.shape = terms, sharing, part.shape
         self.a: Tensor | None = None  # (b, i, i), or its diagonal (b, i)
-        self.b = torch.zeros(terms, b, o, o, dtype=dtype, device=device)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.b = torch.zeros(terms, b, o, o, dtype=tangent.sum_dtype, device=tangent.device)
+        self.count = torch.zeros((), dtype=torch.float64, device=tangent.device)
 
     def check(self) -> None:
         """Raise unless what was read from a checkpoint can be A."""
@@ -72,20 +84,18 @@ class KroneckerSum:
         if self.a is not None and (not isinstance(self.a, Tensor) or self.a.shape not in ((b, i, i), (b, i))):
             raise InvalidValue(f"A must be {(b, i, i)} or {(b, i)}, got {self.a!r:.99}")
 
-    def see(self, view: Any, n: int) -> None:
+    def see(self, view: Any, n: int) -> Any:
         """Add the inputs of n examples."""
         if self.a is None:
             self.a = view.empty_gram(self.sharing)
         view.add_gram(self.a, self.sharing)
         self.count += n * (view.positions if self.sharing == "expand" else 1)
+        return view
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         """Add columns of output gradients g (k, n, s, b, o)."""
         for h, mine in enumerate(by_weight(g, self.terms)):
             _add_outputs(self.b[h], mine.sum(2, keepdim=True) if self.sharing == "reduce" else mine)
-
-    def close(self, view: Any) -> None:
-        """Nothing is left over at the end of a batch."""
 
     def result(self) -> dict[str, Tensor]:
         """A, B and their count."""
@@ -106,25 +116,19 @@ def _add_outputs(total: Tensor, g: Tensor) -> None:
         total.baddbmm_(flat.mT, flat)
 
 
-class DenseSum:
+class DenseSum(PartSum):
     """Σ of outer products of a part's gradients, (h, p, p)."""
 
     mutable = ("gram",)
 
-    def __init__(self, part: Part, terms: int, device: torch.device) -> None:
+    def __init__(self, part: Part, terms: int, tangent: TangentModel) -> None:
         self.terms, self.size = terms, part.size
-        self.gram = torch.zeros(terms, part.size, part.size, dtype=torch.float64, device=device)
-
-    def see(self, view: Any, n: int) -> None:
-        """Inputs alone add nothing."""
+        self.gram = torch.zeros(terms, part.size, part.size, dtype=torch.float64, device=tangent.device)
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         """Add columns of output gradients g (k, n, s, b, o)."""
         for piece, part_g in _pieces(view, g, self.size, budget):
             self.add_rows(piece.outer(part_g).flatten(2))
-
-    def close(self, view: Any) -> None:
-        """Nothing is left over at the end of a batch."""
 
     def add_rows(self, rows: Tensor) -> None:
         """rows (K, n, p)."""
@@ -137,18 +141,15 @@ class DenseSum:
         return {"gram": self.gram}
 
 
-class DiagonalSum:
+class DiagonalSum(PartSum):
     """Σ of squares of a part's gradients, (h, p)."""
 
     mutable = ("total",)
 
-    def __init__(self, part: Part, terms: int, device: torch.device, room: Room) -> None:
+    def __init__(self, part: Part, terms: int, tangent: TangentModel, room: Room) -> None:
         self.terms, self.size, self.shape, self.room = terms, part.size, part.shape, room
-        self.total = torch.zeros(terms, part.size, dtype=torch.float64, device=device)
+        self.total = torch.zeros(terms, part.size, dtype=torch.float64, device=tangent.device)
         self.squares: list[Tensor] = []  # Σ_k g² of a batch without shared positions, (n, 1, b, o) for each weight
-
-    def see(self, view: Any, n: int) -> None:
-        """Inputs alone add nothing."""
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         """Add columns of output gradients g (k, n, s, b, o)."""

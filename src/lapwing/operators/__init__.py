@@ -8,8 +8,8 @@ from lapwing.operators.eigen import EigenPlusDiagonal
 from lapwing.operators.kronecker import KroneckerPlusDiagonal
 from lapwing.operators.mixed import Mixed
 from lapwing.operators.root import HeldRows, RootPlusDiagonal
-from lapwing.operators.samples import Samples, SolvePlan
-from lapwing.operators.streamed import Streamed
+from lapwing.operators.streamed import Samples, Streamed
+from lapwing.operators.system import SolvePlan
 
 __all__ = [
     "Blocks",
