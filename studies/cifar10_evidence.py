@@ -74,7 +74,7 @@ def eigenvalues(state: Any, names: str = "") -> Tensor:
     """Of G, all blocks."""
     out = []
     for _, op in blocks(state, names):
-        if isinstance(op, lw.operators.Kronecker):
+        if isinstance(op, lw.operators.KroneckerPlusDiagonal):
             out.append((op.factor * op.eigenvalues).flatten())
         else:
             out.append(torch.linalg.eigvalsh(lw.operators.linalg.to_dense(op)).clamp(min=0))

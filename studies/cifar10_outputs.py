@@ -80,7 +80,7 @@ def blocks(state: Any, names: str = "") -> list[tuple[Any, Any]]:
 
 def _basis(op: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """Eigenvectors (those of A and of B for a Kronecker product) and eigenvalues of a block of G."""
-    if isinstance(op, lw.operators.Kronecker):
+    if isinstance(op, lw.operators.KroneckerPlusDiagonal):
         l, ua, m, ub = op.decomposition
         assert ua is not None
         return ua.float(), ub.float(), (op.factor * m.unsqueeze(-1) * l.unsqueeze(-2)).flatten().float()

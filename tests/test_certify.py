@@ -13,8 +13,7 @@ from lapwing.certify import certify
 from lapwing.certify import inputs as new_inputs
 from lapwing.certify.comparison import _trace
 from lapwing.certify.leave_one_out import sample
-from lapwing.certify.reader import Reader
-from lapwing.certify.solves import solved
+from lapwing.certify.reader import Reader, solved
 from lapwing.curvature import LowRank, probe
 from lapwing.data import as_batches
 from lapwing.distributed import ALONE
@@ -343,7 +342,7 @@ def test_solves_without_an_example_are_the_closed_form(budget: int, kind: str, m
         reader, probe(la.tangent, reader.batches), near, 14, torch.Generator().manual_seed(seed), budget
     )
     assert (new.examples.rows is None) == (budget == 2**10)
-    found = solved(reader, la.posterior.precision, new.j, new.extra(0), 2**30)
+    ends, _, _ = solved(reader, la.posterior.precision, new.j, new.extra(0), 2**30)
     J, hessian = jacobian(model, x), output_hessian(kind, model(x).detach(), ONE)
     K = torch.einsum("nap,nab,nbq->pq", J, hessian, J) + 0.2 * torch.eye(J.shape[-1]).double()
     for place, (one, _) in new.examples.held.items():
@@ -354,7 +353,7 @@ def test_solves_without_an_example_are_the_closed_form(budget: int, kind: str, m
         closed = C @ torch.linalg.inv(torch.eye(3) - hessian[n] @ C)
         refit = J[n] @ torch.linalg.solve(K - J[n].mT @ hessian[n] @ J[n], J[n].mT)
         torch.testing.assert_close(closed, refit, rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(found.ends[0][place], u @ closed @ u, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(ends[0][place], u @ closed @ u, rtol=1e-8, atol=1e-10)
 
 
 def test_leave_one_out_of_outputs_with_positions_leaves_all_positions_out() -> None:
@@ -476,7 +475,7 @@ def test_what_does_not_converge_is_answered_with_a_wider_interval(seed: int, mon
     la = lw.laplace(network(15), batch(15, "gaussian", n=30), "gaussian", structure="diag", prior=0.05)
     whole = la.certify(8, generator=torch.Generator().manual_seed(seed))
     monkeypatch.setattr(lw.certify.comparison, "LANCZOS_STEPS", 4)
-    monkeypatch.setattr(lw.certify.solves, "CG_STEPS", 4)
+    monkeypatch.setattr(lw.certify.reader, "CG_STEPS", 4)
     found = la.certify(8, generator=torch.Generator().manual_seed(seed))
     assert found.residual > 1e-6
     assert any("conjugate gradients stopped at a residual of" in note for note in found.notes)

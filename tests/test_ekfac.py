@@ -153,7 +153,7 @@ def fit(
 def dense(la: lw.Laplace) -> Tensor:
     """The curvature alone, (p, p)."""
     weights = la.likelihood.curvature_weights(la.state.factor.kind)
-    return linalg.to_dense(la.state.structure.operator(la.state, weights.expand(la.state.weights)))
+    return linalg.to_dense(la.state.structure.operator(la.state, weights.expand(la.state.terms)))
 
 
 def part(matrix: Tensor, index: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 import lapwing as lw
 from helpers import backward_rows
 from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
-from lapwing.operators import Blocks, Dense, Diagonal, HeldRows, Kronecker, RootPlusDiagonal, linalg
+from lapwing.operators import Blocks, Dense, Diagonal, HeldRows, KroneckerPlusDiagonal, RootPlusDiagonal, linalg
 
 TIGHT: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-8}
 STRUCTURES = ["primal", "dual", "kron", "block", "diag"]
@@ -408,9 +408,9 @@ def test_shift_in_a_unit_equals_dense_linear_algebra(kind: str, values: str) -> 
     ops: dict[str, tuple[Any, Tensor]] = {
         "dense": (Dense(h, scale), scale * h),
         "root": (RootPlusDiagonal(HeldRows(rows), Diagonal(scale.reshape(1), 4)), scale * h),
-        "kron": (Kronecker(a[None], b[None], scale), scale * torch.kron(b, a)),
+        "kron": (KroneckerPlusDiagonal(a[None], b[None], scale), scale * torch.kron(b, a)),
         "kron diagonal inputs": (
-            Kronecker(a.diagonal()[None], b[None], scale),
+            KroneckerPlusDiagonal(a.diagonal()[None], b[None], scale),
             scale * torch.kron(b, a.diagonal().diag()),
         ),
         "diagonal": (Diagonal(scale * h.diagonal(), 6), scale * h.diagonal().diag()),
@@ -452,6 +452,6 @@ def test_shift_in_a_unit_equals_dense_linear_algebra(kind: str, values: str) -> 
 def test_kronecker_refuses_a_unit_that_is_no_product() -> None:
     one, eye = torch.ones(()).double(), torch.eye(2).double()[None]
     unit = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    op = linalg.shift(Kronecker(eye, eye, one), Diagonal(torch.ones(1).double(), 4, unit=unit))
+    op = linalg.shift(KroneckerPlusDiagonal(eye, eye, one), Diagonal(torch.ones(1).double(), 4, unit=unit))
     with pytest.raises(Unsupported, match="no product of a value a row"):
         linalg.logdet(op)

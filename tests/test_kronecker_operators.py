@@ -18,7 +18,7 @@ import lapwing as lw
 from helpers import close
 from lapwing.errors import LapwingWarning, NotPositiveDefinite, Unsupported
 from lapwing.likelihoods import Gaussian
-from lapwing.operators import Blocks, Dense, Diagonal, Kronecker, linalg
+from lapwing.operators import Blocks, Dense, Diagonal, KroneckerPlusDiagonal, linalg
 
 SEEDS = (0, 1, 2)
 
@@ -43,7 +43,7 @@ def scalar(value: float) -> Tensor:
 def test_the_prior_adds_to_products_of_eigenvalues(seed: int) -> None:
     """Σ log(s·m·l + δ), which is not Σ log((l + √δ)(m + √δ))."""
     a, b, s, delta = gram(seed, 2, 3), gram(seed + 10, 4, 2), 0.7, 0.3
-    op = linalg.shift(Kronecker(a[None], b[None], scalar(s)), Diagonal(scalar(delta).reshape(1), 6))
+    op = linalg.shift(KroneckerPlusDiagonal(a[None], b[None], scalar(s)), Diagonal(scalar(delta).reshape(1), 6))
     l, m = torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b)
     close(linalg.logdet(op), torch.log(s * torch.outer(m, l) + delta).sum())
     shortcut = torch.log(torch.outer(s**0.5 * m + delta**0.5, s**0.5 * l + delta**0.5)).sum()
@@ -66,7 +66,7 @@ def test_logdet_is_differentiable_in_a_mixed_output_factor(kind: str, diagonal_i
     values = normal(seed + 5, 1 if kind == "uniform" else 2).exp().requires_grad_()
     d = Diagonal(values, o * i, index[kind])
     B = torch.einsum("h,hoq->oq", w, each)
-    op = linalg.shift(Kronecker(a[None], B[None], scalar(0.4)), d)
+    op = linalg.shift(KroneckerPlusDiagonal(a[None], B[None], scalar(0.4)), d)
     with torch.no_grad():
         linalg.logdet(op)  # what it keeps must not lose the gradient
     value = linalg.logdet(op)
@@ -82,7 +82,7 @@ def test_logdet_is_differentiable_in_a_mixed_output_factor(kind: str, diagonal_i
 
 @pytest.mark.parametrize("verb", [linalg.logdet, lambda op: linalg.solve(op, torch.ones(6).double())])
 def test_a_block_without_a_prior_says_so(verb: Any) -> None:
-    op = Kronecker(gram(0, 3, 3)[None], gram(1, 2, 2)[None], scalar(1.0), name="fc1")
+    op = KroneckerPlusDiagonal(gram(0, 3, 3)[None], gram(1, 2, 2)[None], scalar(1.0), name="fc1")
     with pytest.raises(Unsupported, match="fc1 has no prior yet"):
         verb(op)
 
@@ -98,7 +98,7 @@ def test_a_block_without_a_prior_says_so(verb: Any) -> None:
     ids=["logdet", "solve", "covariance", "draw"],
 )
 def test_a_prior_for_each_weight_is_refused_by_name(verb: Any) -> None:
-    op = Kronecker(gram(0, 3, 3)[None], gram(1, 2, 2)[None], scalar(1.0), name="fc1")
+    op = KroneckerPlusDiagonal(gram(0, 3, 3)[None], gram(1, 2, 2)[None], scalar(1.0), name="fc1")
     for d in (Diagonal(torch.arange(1.0, 7).double(), 6), Diagonal(torch.ones(2), 6, torch.tensor([0, 1, 1, 1, 0, 0]))):
         with pytest.raises(Unsupported, match=r"element-wise prior on fc1; .*structure='diag'"):
             verb(linalg.shift(op, d))
@@ -110,7 +110,7 @@ def test_layers_of_one_row_or_one_column(size: int) -> None:
     for o, i in ((1, size), (size, 1)):
         a, b = gram(0, 3, i), gram(1, 3, o)
         d = Diagonal(torch.arange(1.0, o * i + 1).double(), o * i)
-        op = linalg.shift(Kronecker(a[None], b[None], scalar(1.3)), d)
+        op = linalg.shift(KroneckerPlusDiagonal(a[None], b[None], scalar(1.3)), d)
         M = 1.3 * torch.kron(b, a) + d.dense().diag()
         close(linalg.logdet(op), torch.logdet(M))
         close(linalg.solve(op, normal(3, o * i)), torch.linalg.solve(M, normal(3, o * i)))
@@ -119,7 +119,7 @@ def test_layers_of_one_row_or_one_column(size: int) -> None:
 def test_a_factor_that_is_indefinite_beyond_rounding_is_an_error() -> None:
     bad = torch.diag(torch.tensor([1.0, -0.1, 2.0], dtype=torch.float64))
     for a, b in ((bad, gram(0, 3, 3)), (gram(0, 3, 3), bad)):
-        op = linalg.shift(Kronecker(a[None], b[None], scalar(1.0)), Diagonal(scalar(5.0).reshape(1), 9))
+        op = linalg.shift(KroneckerPlusDiagonal(a[None], b[None], scalar(1.0)), Diagonal(scalar(5.0).reshape(1), 9))
         with pytest.raises(NotPositiveDefinite, match=r"-0\.1"):
             linalg.logdet(op)
 
@@ -128,11 +128,13 @@ def test_rounding_of_single_precision_sums_is_clipped() -> None:
     """Factors summed in float32 are indefinite by its rounding, not by float64's; so precise are their eigenvalues."""
     bad = torch.diag(torch.tensor([1.0, -1e-6, 2.0], dtype=torch.float64))
     d = Diagonal(scalar(5.0).reshape(1), 9)
-    coarse = linalg.shift(Kronecker(bad[None], gram(0, 3, 3)[None], scalar(1.0), eps=torch.finfo(torch.float32).eps), d)
+    coarse = linalg.shift(
+        KroneckerPlusDiagonal(bad[None], gram(0, 3, 3)[None], scalar(1.0), eps=torch.finfo(torch.float32).eps), d
+    )
     expected = torch.kron(gram(0, 3, 3), bad.clamp(min=0)) + 5 * torch.eye(9, dtype=torch.float64)
     assert_close(linalg.logdet(coarse), torch.logdet(expected), rtol=1e-6, atol=0)
     with pytest.raises(NotPositiveDefinite):
-        linalg.logdet(linalg.shift(Kronecker(bad[None], gram(0, 3, 3)[None], scalar(1.0)), d))
+        linalg.logdet(linalg.shift(KroneckerPlusDiagonal(bad[None], gram(0, 3, 3)[None], scalar(1.0)), d))
 
 
 # -- lazy, and once ------------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def test_predictions_need_eigenvectors_once(counted: Counter[str]) -> None:
 def test_shared_eigendecompositions_do_not_mix_priors(seed: int) -> None:
     """Uniform, whitened, uniform again: each as if it were alone."""
     a, b = gram(seed, 2, 3), gram(seed + 10, 4, 2)
-    op, x = Kronecker(a[None], b[None], scalar(0.6)), normal(seed, 2, 3, 6)
+    op, x = KroneckerPlusDiagonal(a[None], b[None], scalar(0.6)), normal(seed, 2, 3, 6)
     rows, columns = torch.tensor([0, 1]).repeat_interleave(3), torch.arange(3).repeat(2)
     values = normal(seed, 3).exp()
     for d in (
@@ -211,7 +213,7 @@ def test_blocks_take_their_own_part_of_a_prior() -> None:
     """A prior that is element-wise over all may be uniform, by rows or by columns over each block."""
     a, b, h = gram(0, 4, 3), gram(1, 4, 2), gram(2, 2, 2)
     where = torch.tensor([7, 5, 3, 1, 0, 2]), torch.tensor([4, 6])
-    op = Blocks((Kronecker(a[None], b[None], scalar(1.0)), Dense(h)), where)
+    op = Blocks((KroneckerPlusDiagonal(a[None], b[None], scalar(1.0)), Dense(h)), where)
     dense = torch.zeros(8, 8, dtype=torch.float64)
     dense[where[0].unsqueeze(-1), where[0]], dense[where[1].unsqueeze(-1), where[1]] = torch.kron(b, a), h
     values = normal(3, 5).exp()

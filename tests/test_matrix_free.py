@@ -17,7 +17,7 @@ from lapwing.curvature import MatrixFree
 from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue, NotConverged, NotPositiveDefinite, Unsupported
 from lapwing.operators import Diagonal, SolvePlan, Streamed, linalg
-from lapwing.operators.samples import Remembered
+from lapwing.operators.streamed import Remembered
 from lapwing.solvers import Estimate, Lanczos
 from lapwing.solvers.estimate import variance_of
 from lapwing.solvers.noise import Placed, generator_of

@@ -26,9 +26,9 @@ from lapwing.operators import (
     Blocks,
     Dense,
     Diagonal,
-    EigenKronecker,
+    EigenPlusDiagonal,
     HeldRows,
-    Kronecker,
+    KroneckerPlusDiagonal,
     Mixed,
     OuterRows,
     RootPlusDiagonal,
@@ -261,7 +261,7 @@ class KroneckerRule(Compliance):
         b = torch.stack([gram(generator, 4, 2) for _ in range(2)])
         s = positive(generator, 1)[0]
         blocks = [s * torch.kron(b[j], a[j]) for j in range(2)]
-        return Kronecker(a, b, s), torch.block_diag(*blocks)
+        return KroneckerPlusDiagonal(a, b, s), torch.block_diag(*blocks)
 
 
 class TestKroneckerByRow(KroneckerRule):
@@ -281,7 +281,7 @@ class TestKroneckerOfOneHotInputs(TestKroneckerByColumn):
         a, s = positive(generator, 2, 3), positive(generator, 1)[0]
         b = torch.stack([gram(generator, 4, 2) for _ in range(2)])
         blocks = [s * torch.kron(b[j], a[j].diag()) for j in range(2)]
-        return Kronecker(a, b, s), torch.block_diag(*blocks)
+        return KroneckerPlusDiagonal(a, b, s), torch.block_diag(*blocks)
 
 
 class TestEigenKronecker(Compliance):
@@ -301,7 +301,7 @@ class TestEigenKronecker(Compliance):
             vector = torch.zeros(2, 2, 3, dtype=torch.float64)
             vector[j] = torch.outer(ub[j][:, o], ua[j][:, i])
             dense += values[j, o, i] * torch.outer(vector.reshape(-1), vector.reshape(-1))
-        return EigenKronecker(values, None if self.one_hot else ua, ub), dense
+        return EigenPlusDiagonal(values, None if self.one_hot else ua, ub), dense
 
 
 class TestEigenKroneckerOfOneHotInputs(TestEigenKronecker):
@@ -332,7 +332,9 @@ class TestBlocksOfKronecker(Compliance):
         one = torch.ones((), dtype=torch.float64)
         a, b, h = gram(generator, 4, 3), gram(generator, 4, 2), gram(generator, 2, 3)
         index = torch.arange(3, 9), torch.arange(3)
-        return Blocks((Kronecker(a[None], b[None], one), Dense(h)), index), torch.block_diag(h, torch.kron(b, a))
+        return Blocks((KroneckerPlusDiagonal(a[None], b[None], one), Dense(h)), index), torch.block_diag(
+            h, torch.kron(b, a)
+        )
 
     def index(self, p: int) -> Tensor:
         return (torch.arange(p) >= 3).long()
@@ -474,7 +476,7 @@ def test_a_missing_verb_raises_and_names_alternatives(name: str) -> None:
 @pytest.mark.parametrize("name", VERBS)
 def test_every_operator_has_every_verb(name: str) -> None:
     generic = getattr(linalg, name)
-    for operator in (Blocks, Dense, Diagonal, EigenKronecker, Kronecker, RootPlusDiagonal):
+    for operator in (Blocks, Dense, Diagonal, EigenPlusDiagonal, KroneckerPlusDiagonal, RootPlusDiagonal):
         assert generic.dispatch(operator) is not generic.dispatch(object)
 
 

@@ -559,7 +559,7 @@ FORGED: dict[str, tuple[Callable[[dict, dict], object], str]] = {
     "a part that is no layer": (lambda t, h: h["parts"][0].update(transposed=True), "no layer 0 of the shape"),
     "negative examples": (lambda t, h: h.update(n=-6), "n = -6"),
     "more examples than targets": (lambda t, h: h.update(n=7), "of 6 targets, and it has 7 examples"),
-    "words for a number": (lambda t, h: h.update(weights="1"), "weights = '1', which is no int"),
+    "words for a number": (lambda t, h: h.update(terms="1"), "terms = '1', which is no int"),
     "another likelihood": (lambda t, h: h.update(likelihood="poisson"), "its curvature is of poisson"),
     "no noise": (lambda t, h: t["likelihood.noise"].zero_(), "noise must be positive"),
     "no precision": (lambda t, h: t["prior.precision"].neg_(), "precision must be positive"),

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from helpers import close, draw
+from lapwing.scores import Hartley
 from lapwing.solvers.lanczos import krylov
-from lapwing.solvers.sketch import Hartley
 
 SEEDS = range(3)
 CPU = torch.device("cpu")

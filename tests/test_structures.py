@@ -514,7 +514,7 @@ def mixed(structure: str, noise: str) -> tuple[Any, Tensor]:
     net, x = filled(Mixed()), integers(4, 6, 5)
     structure = STRUCTURES.get(structure, structure)
     la = lw.laplace(net, (x, numbers(6, C, seed=1)), Gaussian(NOISES[noise]), structure=structure)
-    G = linalg.to_dense(operator(la.state, la.likelihood.curvature_weights().expand(la.state.weights)))
+    G = linalg.to_dense(operator(la.state, la.likelihood.curvature_weights().expand(la.state.terms)))
     return la, G
 
 

@@ -857,13 +857,13 @@ def test_pieces_of_a_batch_are_the_batch(mlp: nn.Module) -> None:
     wide = next(mlp.parameters()).shape[1]
     x, u = {"a": torch.randn(7, wide).double(), "flag": True}, torch.arange(14).reshape(7, 2)
     for budget, sizes in [(1, [1] * 7), (30, [3, 3, 1]), (70, [7]), (69, [6, 1]), (10**6, [7])]:
-        pieces = list(tangent.pieces(x, u, 10, budget))
+        pieces = list(tangent.pieces(x, u, budget // 10))
         assert [len(part) for _, part in pieces] == sizes
         assert torch.equal(torch.cat([piece["a"] for piece, _ in pieces]), x["a"])
         assert torch.equal(torch.cat([part for _, part in pieces]), u)
         assert all(piece["flag"] is True for piece, _ in pieces)
     graph = {"a": torch.zeros(7, wide).double(), "edges": torch.zeros(2, 9)}
-    assert [len(part) for _, part in tangent.pieces(graph, u, 10, 1)] == [7]  # cannot be cut
+    assert [len(part) for _, part in tangent.pieces(graph, u, 0)] == [7]  # cannot be cut
 
 
 def test_a_network_that_mixes_its_batch_is_never_cut(mlp: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a user gives, checked for its type: numbers, counts, levels, targets, generators."""
+"""What a user gives, checked for its type: numbers, counts, levels, targets, generators. And what is not installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue
+from lapwing.errors import InvalidValue, Unsupported
 
 
 def real(value: Any, what: str) -> Tensor:
@@ -53,6 +53,16 @@ def targets(y: Any, device: torch.device) -> Tensor:
     if y.is_meta:
         raise InvalidValue("the targets are on the meta device, which holds no values; load the data first")
     return y.to(device)
+
+
+def figure(what: str, **options: Any) -> Any:
+    """An empty figure of matplotlib; an error that names the extra, where it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        why = f"{what} needs matplotlib, which is not installed; pip install 'lapwing[demo]'"
+        raise Unsupported(why) from error
+    return Figure(layout="constrained", **options)
 
 
 def generator(value: Any) -> torch.Generator:

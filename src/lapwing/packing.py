@@ -157,7 +157,8 @@ class Tensors:
     def _one(self, name: str, wanted: Expected) -> Tensor:
         t = self.take(name)
         if tuple(t.shape) not in wanted.shapes or t.dtype not in (torch.float32, torch.float64):
-            raise self.broken(f"has {name} of shape {tuple(t.shape)} in {t.dtype}, not {_or(wanted.shapes)} of floats")
+            shapes = " or ".join(map(str, wanted.shapes))
+            raise self.broken(f"has {name} of shape {tuple(t.shape)} in {t.dtype}, not {shapes} of floats")
         low, high = (float(v) for v in t.aminmax()) if t.numel() else (0.0, 0.0)
         if not math.isfinite(low) or not math.isfinite(high):
             raise self.broken(f"has NaN or infinite values in {name}")
@@ -176,10 +177,6 @@ class Tensors:
         """Raise if tensors are left that nobody took."""
         if self.left:
             raise self.broken(f"has tensors {sorted(self.left)}, which nobody knows")
-
-
-def _or(shapes: Iterable[tuple[int, ...]]) -> str:
-    return " or ".join(str(shape) for shape in shapes)
 
 
 def _symmetric(t: Tensor, size: float) -> bool:

@@ -8,7 +8,13 @@ kept, U an orthonormal basis of those; then, since a sketch keeps the least dist
     J (I − VᵀV) Jᵀ ≈ (S J)(I − UᵀU)(S J)ᵀ · s(p − k) / (p(s − k))
 
 where the last factor takes out the bias of a projection of k < s dimensions, and s = p is exact. No prior enters.
-Source: Miani, Beretta and Hauberg 2024 (sketched Lanczos uncertainty); Madras, Atwood and D'Amour 2020.
+S (s, p) keeps lengths and angles, by the fast Hartley transform H:
+
+    S v = √(p/s) · (H D v) at s random places,     D random signs,  H v = Re Fv − Im Fv,  F unitary Fourier transform
+
+H is orthogonal, so S is too where s = p; E‖S v‖² = ‖v‖². O(p log p) a vector, and p bytes to keep. Source: Ailon and
+Chazelle 2009; Tropp 2011; Miani, Beretta and Hauberg 2024 (sketched Lanczos uncertainty); Madras, Atwood and D'Amour
+2020.
 """
 
 from __future__ import annotations
@@ -29,10 +35,34 @@ from lapwing.errors import InvalidValue
 from lapwing.push import in_pieces
 from lapwing.solvers.lanczos import krylov
 from lapwing.solvers.product import steady
-from lapwing.solvers.sketch import Hartley
 from lapwing.tangent import TangentModel
 
 KINDS = ("trace", "logdet")
+
+
+@dataclass(frozen=True, eq=False)
+class Hartley:
+    """A random sketch of vectors of p numbers onto s of them."""
+
+    signs: Tensor  # D (p,), int8
+    places: Tensor  # (s,)
+
+    @classmethod
+    def drawn(cls, size: int, onto: int, generator: torch.Generator, device: torch.device) -> Hartley:
+        """A sketch from `size` numbers onto `onto`, with signs and places drawn."""
+        if not 1 <= onto <= size:
+            raise InvalidValue(f"a sketch of {size} numbers has from 1 to {size} of them, got {onto}")
+        signs = torch.randint(0, 2, (size,), generator=generator, device=generator.device, dtype=torch.int8) * 2 - 1
+        places = torch.randperm(size, generator=generator, device=generator.device)[:onto]
+        return cls(signs.to(device), places.to(device))
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """S v, (..., p) -> (..., s)."""
+        p, s = len(self.signs), len(self.places)
+        z = torch.fft.rfft(v * self.signs, norm="ortho")
+        mirrored = self.places > p // 2  # F at p − i is the conjugate of F at i
+        at = z[..., torch.where(mirrored, p - self.places, self.places)]
+        return (at.real - torch.where(mirrored, -1, 1) * at.imag) * (p / s) ** 0.5
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,19 +90,15 @@ class Score:
         """J (I − VᵀV) Jᵀ of all outputs of each input, (n, c, c), float64."""
         inputs = tree.moved(loading.inputs_of(x), self.tangent.device)
         loading.check_finite(inputs, "the inputs")
-        maker = RowMaker(self.tangent, cover(self.tangent, inputs))
+        maker, dtype = RowMaker(self.tangent, cover(self.tangent, inputs)), self.tangent.sum_dtype
         out = []
         for piece, record in in_pieces(self.tangent, maker.run, inputs, False, self.memory_budget):
             outputs = record.f[0].numel()
             eye = torch.eye(outputs, dtype=record.f.dtype, device=record.f.device)
             u = eye.reshape(outputs, *record.f.shape[1:]).expand(len(record.f), outputs, *record.f.shape[1:])
             for rows in maker.rows(record, piece, u, self.memory_budget // 8):  # (n, c, p)
-                out.append(self._left(self.sketch(rows.to(self._dtype)).to(torch.float64)))
+                out.append(self._left(self.sketch(rows.to(dtype)).to(torch.float64)))
         return torch.cat(out)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.promote_types(self.tangent.dtype, torch.float32)
 
     def _left(self, sketched: Tensor) -> Tensor:
         """From S J (n, c, s)."""
@@ -125,5 +151,5 @@ def sketched_lanczos(
     _, sizes, basis = torch.linalg.svd(kept, full_matrices=False)
     if not bool(sizes[0] > 0):
         raise InvalidValue("the curvature over the data is zero: no output depends on the selected weights")
-    least = torch.finfo(torch.promote_types(tangent.dtype, torch.float32)).eps ** 0.5  # below it, a size is rounding
+    least = torch.finfo(tangent.sum_dtype).eps ** 0.5  # below it, a size is rounding
     return Score(tangent, project, basis[sizes > least * sizes[0]], passes[0], budget)

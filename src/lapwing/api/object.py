@@ -109,7 +109,7 @@ class Laplace(Judged):
     def captured(self) -> tuple[str, dict[str, float]]:
         """How much of the total curvature a low rank has, in words, and of each parameter's; none elsewhere."""
         weights = self.likelihood.curvature_weights(self.state.factor.kind).to(self.tangent.device)
-        found = self.state.structure.captured(self.state, weights.expand(self.state.weights))
+        found = self.state.structure.captured(self.state, weights.expand(self.state.terms))
         return ("", {}) if found is None else (f" with {100 * found[0]:.1f} % of the curvature", found[1])
 
     # -- evidence -------------------------------------------------------------------------------------------------
@@ -368,15 +368,15 @@ def _sourced(state: State, likelihood: likelihoods.Likelihood, data: Any) -> Sta
     if not state.structure.streams:
         return state
     budget = state.structure.memory_budget
-    return replace(state, source=source(state, likelihood, state.weights, data, budget))
+    return replace(state, source=source(state, likelihood, state.terms, data, budget))
 
 
 def check_served(state: State, likelihood: likelihoods.Likelihood) -> likelihoods.Likelihood:
     """The likelihood, if the curvature in the state can serve it: the same kind, and no finer in its noise."""
     weights = len(likelihood.curvature_weights(state.factor.kind))
-    if likelihood.kind != state.likelihood or weights not in (1, state.weights):
+    if likelihood.kind != state.likelihood or weights not in (1, state.terms):
         raise InvalidValue(
-            f"the curvature was accumulated for {state.likelihood} with {state.weights} weights; "
+            f"the curvature was accumulated for {state.likelihood} with {state.terms} weights; "
             f"it cannot serve {likelihood.kind} with {weights}: fit again"
         )
     return likelihood

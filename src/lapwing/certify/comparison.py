@@ -28,13 +28,12 @@ from lapwing import given
 from lapwing.certify import inputs as new_inputs
 from lapwing.certify.certificate import Certificate
 from lapwing.certify.leave_one_out import random_signs
-from lapwing.certify.reader import Reader
-from lapwing.certify.solves import ratio, solved
-from lapwing.curvature import Probe, State, accumulate, probe, references
+from lapwing.certify.reader import Reader, ratio, solved
+from lapwing.curvature import Probe, State, accumulate, probe
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.layered import LayeredSum
 from lapwing.curvature.lowrank import COPIES
-from lapwing.curvature.matrix_free import LEAST
+from lapwing.curvature.matrix_free import LEAST, sketch_of, trace_of
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
@@ -83,21 +82,21 @@ def certify(
         new = new_inputs.given(reader, inputs, n_probes, generator)
     trace = _trace(reader, seen, n_probes, generator, memory_budget)
     log_det, moved = _log_det(reader, precision, near, n_probes, generator, memory_budget)
-    true = solved(reader, near, torch.cat([training, new.j]), new.extra(n_probes), memory_budget)
+    true, residual, note = solved(reader, near, torch.cat([training, new.j]), new.extra(n_probes), memory_budget)
     ours, removed = new.ours(precision, prior)
-    ends = [e[n_probes:] * new.weights for e in true.ends]
+    ends = [e[n_probes:] * new.weights for e in true]
     variance = ratio(ours * new.weights, *ends) if new.count else None
-    at_training = ratio((training * linalg.solve(precision, training)).sum(-1), *(e[:n_probes] for e in true.ends))
-    notes = tuple(note for note in (moved, true.note, *new.notes(removed, ends[0])) if note)
-    how = new.where, new.count, state.n, n_probes, reader.passes, true.residual, str(state.structure)
+    at_training = ratio((training * linalg.solve(precision, training)).sum(-1), *(e[:n_probes] for e in true))
+    notes = tuple(said for said in (moved, note, *new.notes(removed, ends[0])) if said)
+    how = new.where, new.count, state.n, n_probes, reader.passes, residual, str(state.structure)
     return Certificate(trace, log_det, variance, at_training, *how, notes)
 
 
-def _near(reader: Reader, seen: Probe, precision: Any, pulled: Tensor, budget: int) -> Any:
+def _near(reader: Reader, seen: Probe, precision: linalg.Operator, pulled: Tensor, budget: int) -> linalg.Operator:
     """M: P, or a sketch of the true curvature with the prior, by which is nearer to K on a few vectors."""
     few = pulled[:FEWEST]
 
-    def away(near: Any) -> float:
+    def away(near: linalg.Operator) -> float:
         return float((few - reader.product(linalg.solve(near, few))).norm() / few.norm())
 
     own = away(precision)
@@ -106,7 +105,7 @@ def _near(reader: Reader, seen: Probe, precision: Any, pulled: Tensor, budget: i
     if own <= reader.tolerance or rank < min(LEAST, seen.parameters):
         return precision
     reader.passes += 1
-    structure = references.sketch(rank, budget)
+    structure = sketch_of(rank, budget)
     state = accumulate(structure, reader.state.tangent, reader.likelihood, reader.batches, "exact", seen=seen)
     sketch = curvature(state.structure.companion(state), reader.likelihood)
     near = linalg.shift(sketch, prior_precision(reader.prior, reader.state))
@@ -119,7 +118,7 @@ def _trace(
     """tr Ĝ / tr G: exactly where an example has no more columns than there are probes, else by signs per example."""
     state, likelihood, tangent = reader.state, reader.likelihood, reader.state.tangent
     own = float(_sum_diagonal(curvature(state, likelihood)))
-    structure = references.trace(budget)
+    structure = trace_of(budget)
     if seen.outputs * seen.positions <= k if exact is None else exact:
         reader.passes += 1
         true = accumulate(structure, tangent, likelihood, reader.batches, "exact", progress=reader.progress, seen=seen)
@@ -139,12 +138,12 @@ def _trace(
     return ratio_of(torch.full_like(traces, own), traces)
 
 
-def _sum_diagonal(op: Any) -> Tensor:
+def _sum_diagonal(op: linalg.Operator) -> Tensor:
     return linalg.traces(op, DiagonalOperator(torch.ones(1, dtype=torch.float64), op.size)).sum()
 
 
 def _log_det(
-    reader: Reader, precision: Any, near: Any, k: int, generator: torch.Generator, budget: int
+    reader: Reader, precision: linalg.Operator, near: linalg.Operator, k: int, generator: torch.Generator, budget: int
 ) -> tuple[Estimate, str]:
     """log|P| − log|M| − tr log(M⁻¹K), the probes in as few groups as their Lanczos vectors fit the memory budget; where
     those of the fewest do not, only the last vectors are kept. And a note, where it has not settled."""

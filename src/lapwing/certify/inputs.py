@@ -44,7 +44,7 @@ class Inputs:
         examples = self.examples
         return None if examples is None else lambda v, rows: examples.gone(v, rows - before)
 
-    def ours(self, precision: Any, prior: Prior) -> tuple[Tensor, bool]:
+    def ours(self, precision: linalg.Operator, prior: Prior) -> tuple[Tensor, bool]:
         """The structure's variances (k,), and whether examples were taken out of it, where that was to be."""
         if self.examples is None:
             return (self.j * linalg.solve(precision, self.j)).sum(-1), True

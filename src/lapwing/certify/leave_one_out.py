@@ -105,7 +105,7 @@ class Examples:
                 out[place] = j[place] @ linalg.solve(left, j[place : place + 1])[0]
         return self.ranks.total([out], "the structure without an example")[0], True
 
-    def _downdated(self, precision: Any, j: Tensor) -> Tensor:
+    def _downdated(self, precision: linalg.Operator, j: Tensor) -> Tensor:
         """P₋ₙ⁻¹j where P has the example whole, as the true curvature has: a step for each of its outputs."""
 
         def mv(v: Tensor) -> Tensor:

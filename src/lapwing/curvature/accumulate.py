@@ -11,7 +11,7 @@ A structure gives an *accumulator*, mutable only inside this loop:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -22,9 +22,8 @@ from torch import Tensor
 from lapwing import data as loading
 from lapwing import fixed, given, tree
 from lapwing.curvature.applied import check_applied, looks_applied
-from lapwing.curvature.checkpoint import FitCheckpoint, Journal, as_checkpoint
+from lapwing.curvature.checkpoint import FitCheckpoint, Journal, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
-from lapwing.curvature.identity import identity
 from lapwing.curvature.overflow import check_sums
 from lapwing.curvature.state import State, merged
 from lapwing.curvature.structure import Probe, Structure, covered
@@ -117,8 +116,8 @@ def accumulate(
             f"lw.curvature.Structure; got {structure!r}"
         )
     batches = loading.as_batches(data, sharded=True)
-    weights = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
-    seen = replace(seen or probe(tangent, batches, likelihood), weights=weights)
+    terms = len(likelihood.curvature_weights(factor.kind))  # raises for a factor that it does not have
+    seen = replace(seen or probe(tangent, batches, likelihood), terms=terms)
     structure = structure.resolved(seen, factor)
     first = structure.first
     if first is None and basis is not None:
@@ -170,9 +169,9 @@ class Pass:
     @property
     def empty(self) -> State:
         """A state of no data."""
-        weights = len(self.likelihood.curvature_weights(self.factor.kind))
+        terms = len(self.likelihood.curvature_weights(self.factor.kind))
         kind, paired = self.likelihood.kind, self.likelihood.paired
-        return State(self.structure, self.factor, kind, weights, self.tangent, {}, 0, {}, {}, paired=paired)
+        return State(self.structure, self.factor, kind, terms, self.tangent, {}, 0, {}, {}, paired=paired)
 
     def journal(self, place: FitCheckpoint, basis: State | None) -> Journal:
         """The journal of this pass, in an open checkpoint."""
@@ -209,7 +208,7 @@ class Pass:
             stream: Iterable[Any] = loading.passes(self.batches, self.tangent.device, self.progress, label)
             if journal is not None:
                 stream = journal.through(stream, running, own)
-            for x, y in _pieces(self.tangent, stream, size):
+            for x, y in (piece for batch in stream for piece in self._pieces(batch, size)):
                 loading.check_finite(x, "the inputs")
                 running.read(x, y)
                 x, y = self._without_ignored(x, y, running)
@@ -225,6 +224,10 @@ class Pass:
                 accumulator.observe(x, y, f, u, column)
             running.sums, running.batches = accumulator.finish()
         return running
+
+    def _pieces(self, batch: tuple[Any, Any], size: int) -> Iterable[tuple[Any, Any]]:
+        """A batch in pieces of at most `size` examples, where it can be cut: cotangents are as many as outputs."""
+        return self.tangent.pieces(*batch, size) if isinstance(batch[1], Tensor) and batch[1].ndim else [batch]
 
     def _without_ignored(self, x: Any, y: Any, running: Running) -> tuple[Any, Any]:
         """A batch without examples whose every target is ignored: they count, and no factor of the curvature sees
@@ -257,17 +260,6 @@ def _pass_names(structure: Structure, basis: State | None) -> list[str]:
     """The structures of this pass and, without a basis, of those before it."""
     first = structure.first if basis is None else None
     return [repr(structure), *(_pass_names(first, None) if first is not None else [])]
-
-
-def _pieces(tangent: TangentModel, batches: Iterable[Any], size: int) -> Iterator[tuple[Any, Any]]:
-    """Batches of at most `size` examples, where they can be cut: cotangents are as many as outputs."""
-    for x, y in batches:
-        if not isinstance(y, Tensor) or len(y) <= size or not tangent.separable(x):
-            yield x, y
-        else:
-            for start in range(0, len(y), size):
-                index = slice(start, start + size)
-                yield tree.rows_of(x, index), y[index]
 
 
 def flat_outputs(f: Tensor) -> Tensor:

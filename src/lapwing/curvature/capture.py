@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import ComposedRule, rule_for
@@ -50,7 +49,6 @@ class Record:
     f: Tensor
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
-    columns_at_once: bool
     leaves: dict[str, Tensor]
     buffers: dict[str, Any] = field(default_factory=dict)  # of each layer: the user's may have moved on since
     handed_on: dict[str, Tensor] = field(default_factory=dict)  # copies that went on through the network
@@ -104,7 +102,7 @@ class Record:
         fastest from memory that is still at hand."""
         if not self.called:
             return
-        fit = max(1, budget // max(1, self.column_bytes * multiple)) if self.columns_at_once else 1
+        fit = max(1, budget // max(1, self.column_bytes * multiple)) if self.tangent.columns_at_once else 1
         for part_u in u.split(fit * multiple, 1):
             yield self.pull(part_u)
 
@@ -130,14 +128,16 @@ class Record:
         return held[0]
 
     def _gradients(self, outs: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:
-        if self.columns_at_once:
+        if self.tangent.columns_at_once:
             key = tuple(part.name for part in self.called), u.shape, proof.shapes(outs)
             run, right = partial(self._batched, outs, u), partial(self._proved, outs, u)
             found = proof.attempt(self.tangent, "layers", key, run, right)
             if found is not None:
                 return found
+        if len(u) == 1:
+            return tuple(None if g is None else g.unsqueeze(0) for g in self._grad(outs, u[0]))
         columns = [self._grad(outs, one) for one in u]
-        return tuple(None if g[0] is None else _stack(g) for g in zip(*columns, strict=True))
+        return tuple(None if g[0] is None else torch.stack(g) for g in zip(*columns, strict=True))
 
     def _grad(self, outs: list[Tensor], u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(self.f, outs, u, retain_graph=True, is_grads_batched=batched, allow_unused=True)
@@ -201,10 +201,6 @@ def _holding(module: nn.Module, buffers: dict[str, Any] | None) -> Iterator[None
         module.__dict__["_buffers"] = own
 
 
-def _stack(columns: tuple[Tensor, ...]) -> Tensor:
-    return columns[0].unsqueeze(0) if len(columns) == 1 else torch.stack(columns)
-
-
 class Capture:
     """Runs the network and records the inputs and outputs of its layers."""
 
@@ -212,8 +208,6 @@ class Capture:
         self.tangent, self.clone_all = tangent, clone_all
         self.parts = tuple(part for part in parts if not part.generic)
         self.unused = tuple(part for part in parts if part.kind == "unused")
-        # Batched columns suit matrix products; convolutions are faster one column at a time.
-        self.columns_at_once = not any(isinstance(m, _ConvNd) for m in tangent.model.modules())
 
     def run(self, x: Any) -> Record:
         """Run a batch forward, with a graph from the layers' outputs to f (n, ..., c)."""
@@ -221,7 +215,7 @@ class Capture:
         as_it_is = self.tangent.params, nullcontext()
         params, order = as_it_is if self.clone_all else self.tangent.ordered(x)  # the proof runs it as it is
         leaves = {n: p.detach().requires_grad_(n in names) for n, p in params.items()}
-        record = Record(self.tangent, self.parts, torch.empty(0), {}, {}, self.columns_at_once, leaves)
+        record = Record(self.tangent, self.parts, torch.empty(0), {}, {}, leaves)
         with ExitStack() as hooks, torch.enable_grad(), evaluating(model), plain_kernels():
             for handle in self._hooks(record):
                 hooks.callback(handle.remove)

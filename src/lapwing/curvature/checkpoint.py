@@ -9,6 +9,7 @@ One fit at a time has a checkpoint: it holds a lock on it (locks.py).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import warnings
@@ -16,13 +17,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lapwing import files, locks
-from lapwing.curvature.identity import digest, machine
+from lapwing import files, locks, tree
 from lapwing.curvature.mutable import check_like, check_objects, held, put_back
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import SAME, State
@@ -30,6 +30,9 @@ from lapwing.distributed import Ranks
 from lapwing.errors import BrokenFile, InvalidValue, LapwingWarning
 from lapwing.likelihoods import Likelihood
 from lapwing.packing import Entries, Tensors, pack_plain, pack_tree, sound, unpack_plain, unpack_tree
+
+if TYPE_CHECKING:
+    from lapwing.curvature.accumulate import Pass
 
 SCHEMA = 2
 EVERY = 100  # batches
@@ -178,7 +181,7 @@ class Journal:
 
     def _check_basis(self, empty: State, tensors: dict[str, Tensor], parts: tuple[Part, ...]) -> None:
         with self._whole(), sound("its basis"):
-            wanted = empty.structure.keeps(empty.layout, parts, empty.weights, empty.factor)
+            wanted = empty.structure.keeps(empty.layout, parts, empty.terms, empty.factor)
             if wanted is not None:
                 Tensors(tensors, self.place.path).expected("", wanted[1])
 
@@ -289,3 +292,45 @@ def _check_entries(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
 
 def _named(basis: dict[str, Tensor]) -> set[str]:
     return {f"basis.{key}" for key in basis}
+
+
+# -- what a fit is of, so that a stopped one goes on from nothing else -------------------------------------------------
+
+
+def identity(one: Pass, first: Any, basis: State | None) -> dict[str, Any]:
+    """What a fit is of, in words; bits follow from it, the structure and the data. first: the first inputs."""
+    tangent, likelihood = one.tangent, one.likelihood
+    hyperparameters = {name: value.tolist() for name, value in likelihood.hyperparameters.items()}
+    given = {} if basis is None else basis.basis or basis.sums
+    return {
+        "the version of torch": torch.__version__,
+        "the device": tangent.device.type,
+        "the output factor": repr(one.factor),
+        "the likelihood": f"{likelihood.kind}{hyperparameters or ''}",
+        "the set of parameters": {n: list(s) for n, s in tangent.layout.shapes.items()},
+        "the masks of parameters": tree.fingerprints(tangent.layout.masks),
+        "the use of a forward= hook": tangent.custom_forward,
+        **{f"the value of {name}": mark for name, mark in tangent.fingerprints().items()},
+        "the number of examples": one.seen.n,
+        "the first of the data": digest(first),
+        "the state of the generator at the start": tree.fingerprints({"": one.generator.get_state()})[""],
+        "the basis given": tree.fingerprints(given),
+    }
+
+
+def machine() -> str:
+    """What bits may depend on though the sums do not."""
+    return f"{torch.get_num_threads()} threads on {torch.backends.cpu.get_cpu_capability()}"
+
+
+def digest(batch: Any) -> int:
+    """Of the bits of a batch: its tensors, numbers and strings; of other objects their class alone."""
+    words: list[str] = []
+    for leaf in tree.leaves(batch):
+        if isinstance(leaf, Tensor):
+            sparse = None if leaf.layout is torch.strided else leaf.to_sparse_coo().coalesce()
+            found = {"": leaf} if sparse is None else {"indices": sparse.indices(), "values": sparse.values()}
+            words += tree.fingerprints(found).values()
+        else:
+            words.append(repr(leaf) if leaf is None or isinstance(leaf, (int, float, str)) else type(leaf).__name__)
+    return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "big", signed=True)

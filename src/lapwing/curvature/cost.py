@@ -130,14 +130,14 @@ class Task:
         return self.factor.columns(self.probe.outputs, self.probe.positions)
 
     @property
-    def weights(self) -> int:
+    def terms(self) -> int:
         """The number of curvature weights."""
         return len(self.likelihood.curvature_weights(self.factor.kind))
 
     @property
     def element(self) -> int:
         """Bytes of a number in the network's precision, float32 at the least."""
-        return torch.empty(0, dtype=torch.promote_types(self.tangent.dtype, torch.float32)).element_size()
+        return torch.empty(0, dtype=self.tangent.sum_dtype).element_size()
 
     def with_parts(self) -> Task:
         """With the parts of the network, found by running it on the probe's inputs."""
@@ -169,7 +169,7 @@ def of_kron(part: Part, task: Task) -> Needs:
     (b, o, i), s, rates = part.shape, task.positions.get(part.name, 1), task.rates
     copies, single = (1, 1.0) if task.element == 8 else (2, 0.7)  # float32 saves less here than in products
     return Needs(
-        state=task.element * b * (i**2 + task.weights * o**2),
+        state=task.element * b * (i**2 + task.terms * o**2),
         factors=8 * b * (copies * (i**2 + o**2) + o * i),
         passing=24 * b * max(i, o) ** 2,
         fit=s * b * (i**2 + task.columns * o**2) * rates.product32,
@@ -183,7 +183,7 @@ def of_dense(size: int, task: Task) -> Needs:
     """One matrix, its Cholesky factor and its eigenvalues."""
     rates, squared = task.rates, size**2
     return Needs(
-        state=8 * task.weights * squared,
+        state=8 * task.terms * squared,
         factors=8 * squared,
         passing=24 * squared,
         fit=task.columns * squared * rates.product,
@@ -199,7 +199,7 @@ def of_diagonal(part: Part, task: Task) -> Needs:
     """One number a parameter."""
     s, q, rates = task.positions.get(part.name, 1), part.size, task.rates
     fit, predict = (q * times * rates.product32 for times in (task.columns * s if s > 1 else 1, task.outputs * s))
-    return Needs(state=8 * task.weights * q, fit=fit, tune=0.0, predict=predict, solve=q * rates.element)
+    return Needs(state=8 * task.terms * q, fit=fit, tune=0.0, predict=predict, solve=q * rates.element)
 
 
 KINDS: dict[str, tuple[str, Callable[[Part, Task], Needs]]] = {

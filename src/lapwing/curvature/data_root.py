@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
-from lapwing import tree
 from lapwing.curvature import overflow
-from lapwing.curvature.accumulate import accumulate, flat_outputs
+from lapwing.curvature.accumulate import Running, accumulate, flat_outputs
 from lapwing.curvature.layered import Diagonal
 from lapwing.curvature.products import carry, pieces
 from lapwing.curvature.state import State, differing
@@ -29,6 +28,7 @@ from lapwing.curvature.structure import BUDGET
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood, polarization
+from lapwing.operators import linalg
 from lapwing.solvers.noise import Placed
 from lapwing.solvers.product import Product
 from lapwing.tangent import TangentModel
@@ -47,7 +47,7 @@ class DataRoot:
     n: int
     targets: int | None  # their digest
     statistics: dict[str, Tensor]
-    weights: int  # h
+    terms: int  # h
     memory_budget: int = BUDGET
     counter: Counter[str] = field(default_factory=Counter)  # of passes and batches: they are its record, and no result
 
@@ -104,7 +104,7 @@ class DataRoot:
 
     def _sums(self, k: int) -> Tensor:
         """Of products, and beside them of squares: (k, p + h)."""
-        return torch.zeros(k, self.size + self.weights, dtype=torch.float64, device=self.tangent.device)
+        return torch.zeros(k, self.size + self.terms, dtype=torch.float64, device=self.tangent.device)
 
     def _add(self, x: Any, y: Tensor, v: Tensor, weights: Tensor, sums: Tensor, watch: Watch | None) -> None:
         found: list[Tensor] = []
@@ -133,7 +133,7 @@ class DataRoot:
 
     def _weighted(self, f: Tensor, y: Tensor, jv: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Λ J v under the weights, (k, m, c), and (J v)ᵀΛ_h(J v), (k, h)."""
-        if self.weights == 1:
+        if self.terms == 1:
             u = self.likelihood.curvature_product(f, y, jv)
             return u * weights[0].to(u), (u * jv).sum((1, 2), dtype=torch.float64).unsqueeze(-1)
         root = self.likelihood.curvature_root(f, y)
@@ -175,7 +175,7 @@ class DataRoot:
         ranks, watch, seen = self.ranks, Watch(self), 0
         every, counts = ranks.joint(columns, "the noise of the data")
         k = len(every)  # one at the least
-        total = torch.zeros(k, self.weights, self.size, dtype=torch.float64, device=self.tangent.device)
+        total = torch.zeros(k, self.terms, self.size, dtype=torch.float64, device=self.tangent.device)
         with ranks.sharing_errors("the noise of the data"):
             for x, y in self._each():
                 f = self.tangent(x)
@@ -184,7 +184,7 @@ class DataRoot:
                 watch.see(flat, y)
                 placed = Placed(seed, every, torch.arange(seen, seen + len(y)) * ranks.size + ranks.rank)
                 seen += len(y)
-                if self.weights == 1:
+                if self.terms == 1:
                     u = [self.likelihood.curvature_noise(flat, rows, k, placed)]
                 else:
                     root = self.likelihood.curvature_root(flat, rows)
@@ -199,8 +199,8 @@ class DataRoot:
     def _families(self) -> tuple[list[int], list[int]]:
         """Columns of S, and of the noise, that families of it are made of."""
         if not self.likelihood.paired:
-            return list(range(self.weights)), list(range(self.weights))
-        a, b = torch.tril_indices(*[polarization.outputs(self.weights)] * 2).tolist()
+            return list(range(self.terms)), list(range(self.terms))
+        a, b = torch.tril_indices(*[polarization.outputs(self.terms)] * 2).tolist()
         return a, b
 
     def amplitudes(self, weights: Tensor) -> Tensor:
@@ -215,9 +215,8 @@ class DataRoot:
         structure = Diagonal(memory_budget=self.memory_budget)
         state = accumulate(structure, self.tangent, self.likelihood, self.data, "exact")
         self.counter["passes"] += 1
-        rows = torch.eye(self.weights, dtype=torch.float64, device=self.tangent.device)
-        found = [structure.operator(state, row) for row in rows]
-        return torch.stack([op.join([part.dense() for part in op.parts]) for op in found])
+        rows = torch.eye(self.terms, dtype=torch.float64, device=self.tangent.device)
+        return torch.stack([linalg.diagonal(structure.operator(state, row)) for row in rows])
 
     # -- the same data each pass ------------------------------------------------------------------------------------
 
@@ -231,10 +230,10 @@ class DataRoot:
         self.counter["batches"] = count
 
 
-def source(state: State, likelihood: Likelihood, weights: int, batches: Iterable[Any], budget: int) -> DataRoot:
+def source(state: State, likelihood: Likelihood, terms: int, batches: Iterable[Any], budget: int) -> DataRoot:
     """Products over the data of a state."""
     fitted = state.n, state.targets, dict(state.statistics)
-    return DataRoot(state.tangent, likelihood.unit, batches, *fitted, weights, budget)
+    return DataRoot(state.tangent, likelihood.unit, batches, *fitted, terms, budget)
 
 
 @dataclass
@@ -242,9 +241,7 @@ class Watch:
     """One pass, held to the data of the fit: their number, targets and the network's outputs, in any order."""
 
     root: DataRoot  # what the pass is of: the fit's number, digest and statistics
-    n: int = 0
-    targets: int = 0
-    statistics: dict[str, Tensor] = field(default_factory=dict)
+    seen: Running = field(default_factory=lambda: Running(None))
 
     def see(self, f: Tensor, y: Tensor) -> None:
         """Outputs (m, c), one row a position, and targets."""
@@ -254,15 +251,13 @@ class Watch:
                 f"{self.root.passes} over the data, though not in the fit: matrix-free needs the same data each "
                 "pass"
             )
-        self.n += len(y)
-        self.targets = (self.targets + tree.digest(y)) % 2**64
-        for key, value in self.root.likelihood.statistics(f, self.root.likelihood.rows(y, len(f))).items():
-            self.statistics[key] = self.statistics[key] + value if key in self.statistics else value
+        self.seen.count(y, self.root.likelihood.statistics(f, self.root.likelihood.rows(y, len(f))))
 
     def check(self) -> None:
         """Raise unless the pass was over the data of the fit, on all ranks together."""
-        mine = [self.statistics.get(key, torch.zeros_like(value)) for key, value in self.root.statistics.items()]
-        counts = torch.tensor([self.n, (self.targets + 2**63) % 2**64 - 2**63])  # sums wrap modulo 2⁶⁴
+        seen = self.seen
+        mine = [seen.statistics.get(key, torch.zeros_like(value)) for key, value in self.root.statistics.items()]
+        counts = torch.tensor([seen.n, (seen.targets + 2**63) % 2**64 - 2**63])  # sums wrap modulo 2⁶⁴
         *found_sums, counts = self.root.ranks.total([*mine, counts], "a pass over the data")
         statistics = dict(zip(self.root.statistics, found_sums, strict=True))
         n, targets = int(counts[0]), int(counts[1]) % 2**64

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from lapwing.curvature.cost import Needs, Task
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.layered import Kronecker, LayeredSum, never_negative
+from lapwing.curvature.layered import Kronecker, LayeredSum, Tensors, never_negative
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import DenseInputs
 from lapwing.curvature.state import State
-from lapwing.curvature.structure import Accumulator, Kept, Probe
-from lapwing.curvature.sums import by_weight
+from lapwing.curvature.structure import Accumulator, Kept, Probe, same_terms
+from lapwing.curvature.sums import PartSum, Room, by_weight
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import EigenKronecker as EigenKroneckerOperator
+from lapwing.operators import EigenPlusDiagonal, KroneckerPlusDiagonal, linalg
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -55,17 +55,23 @@ class EigenKronecker(Kronecker):
     ) -> Accumulator:
         parts = self.parts(tangent, probe.inputs)
         weights = likelihood.curvature_weights(factor.kind).to(tangent.device)
-        return EigenSum(tangent, parts, len(weights), self, eigenbasis(basis, parts, self.sharing, weights))
+        return LayeredSum(tangent, parts, len(weights), self, eigenbasis(basis, parts, self.sharing, weights))
 
-    def block(self, part: Part, state: State, weights: Tensor) -> Any:
+    def summed(self, part: Part, terms: int, tangent: TangentModel, room: Room, basis: Tensors) -> PartSum:
+        if part.kind != "kron":
+            return super().summed(part, terms, tangent, room, basis)
+        ua, ub = basis.get(f"{part.name}/UA"), basis[f"{part.name}/UB"]
+        return SecondMoments(part, terms, ua, ub, tangent.sum_dtype)
+
+    def block(self, part: Part, state: State, weights: Tensor) -> linalg.Operator:
         if part.kind != "kron":
             return super().block(part, state, weights)
         values = never_negative(torch.einsum("h,hboi->boi", weights, state.sums[f"{part.name}/values"]), state)
         ua, ub = state.basis.get(f"{part.name}/UA"), state.basis[f"{part.name}/UB"]
-        return EigenKroneckerOperator(values, ua, ub, name=part.name)
+        return EigenPlusDiagonal(values, ua, ub, name=part.name)
 
-    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
-        sums, _ = super().keeps(layout, parts, weights, factor)
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
+        sums, _ = super().keeps(layout, parts, terms, factor)
         basis = {}
         for part in (part for part in parts if part.kind == "kron"):
             b, o, i = part.shape
@@ -73,10 +79,10 @@ class EigenKronecker(Kronecker):
             basis[f"{part.name}/UA"] = Expected(((b, i, i),), orthonormal=True, optional=self.one_hot(part))
         return sums, basis
 
-    def sums(self, part: Part, weights: int) -> dict[str, Expected]:
+    def sums(self, part: Part, terms: int) -> dict[str, Expected]:
         if part.kind == "kron":
-            return {"values": Expected(((weights, *part.shape),), squares=True)}
-        return super().sums(part, weights)
+            return {"values": Expected(((terms, *part.shape),), squares=True)}
+        return super().sums(part, terms)
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         said = super().coverage(state_parts, tangent)
@@ -100,14 +106,10 @@ def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Ten
         )
     if state.basis:
         return {key: u.to(weights.device) for key, u in state.basis.items()}
-    if state.weights != len(weights):
-        raise InvalidValue(
-            f"the basis has {state.weights} curvature weights and the likelihood {len(weights)}; fit both with "
-            "the same likelihood"
-        )
+    same_terms(state.terms, len(weights))
     basis = {}
     for part, op in zip(parts, state.structure.operator(state, weights).parts, strict=True):
-        if part.kind == "kron":
+        if isinstance(op, KroneckerPlusDiagonal):
             _, ua, _, ub = op.decomposition
             basis[f"{part.name}/UB"] = ub.contiguous()  # as from a file, so that what is loaded rounds alike
             if ua is not None:
@@ -115,23 +117,23 @@ def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Ten
     return basis
 
 
-class SecondMoments:
+class SecondMoments(PartSum):
     """v (h, b, o, i) of one part, one sum a curvature weight, at unit scale."""
 
     mutable = ("total",)
 
-    def __init__(self, part: Part, weights: int, ua: Tensor | None, ub: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, part: Part, terms: int, ua: Tensor | None, ub: Tensor, dtype: torch.dtype) -> None:
         self.ua, self.ub = None if ua is None else ua.to(dtype), ub.to(dtype)
-        self.total = torch.zeros(weights, *part.shape, dtype=torch.float64, device=ub.device)
+        self.total = torch.zeros(terms, *part.shape, dtype=torch.float64, device=ub.device)
 
-    def turned(self, view: Any) -> Any:
+    def see(self, view: Any, n: int) -> Any:
         """Inputs in the basis U_A."""
         if isinstance(view, DenseInputs):
             view = DenseInputs(view.a.to(self.ub))
         return view.rotated(self.ua)
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
-        """Inputs `turned` before; output gradients are turned here."""
+        """Inputs were turned in `see`; output gradients are turned here."""
         g = torch.einsum("knsbo,boq->knsbq", g.to(self.ub), self.ub)
         for piece, part_g, outputs in self._pieces(view, g, budget):
             for total, mine in zip(self.total, by_weight(part_g, len(self.total)), strict=True):
@@ -150,38 +152,6 @@ class SecondMoments:
                 some = slice(first, first + outputs)
                 yield view.chunk(index), g[:, index][..., some], some
 
-    def close(self, view: Any) -> None:
-        """Nothing is left over at the end of a batch."""
-
     def result(self) -> dict[str, Tensor]:
         """What was summed: values (h, b, o, i)."""
         return {"values": self.total.clamp_(min=0)}  # sums of squares: what is below 0 is rounding (repeated tokens)
-
-
-class EigenSum(LayeredSum):
-    """The second pass: inputs are turned once a batch, in place of those that were kept."""
-
-    def __init__(
-        self,
-        tangent: TangentModel,
-        parts: tuple[Part, ...],
-        weights: int,
-        structure: EigenKronecker,
-        basis: dict[str, Tensor],
-    ) -> None:
-        super().__init__(tangent, parts, weights, structure)
-        self.basis = basis
-        dtype = torch.promote_types(tangent.dtype, torch.float32)
-        for part in parts:
-            if part.kind == "kron":
-                ua, ub = basis.get(f"{part.name}/UA"), basis[f"{part.name}/UB"]
-                self.sums[part.name] = SecondMoments(part, weights, ua, ub, dtype)
-
-    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
-        views = self.record.views()
-        for name in views:
-            if isinstance(self.sums[name], SecondMoments):
-                views[name] = self.sums[name].turned(views[name])
-        self._observe_layers(views, u)
-        self._observe_generic(x, u.to(f))
-        del self.record

@@ -20,7 +20,7 @@ from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.gram import add_gram, mirrored
 from lapwing.curvature.hessian import HessianSum
-from lapwing.curvature.memory import count_bytes, physical_memory
+from lapwing.curvature.memory import physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker, StreamedRows
 from lapwing.curvature.state import State
@@ -52,7 +52,7 @@ class Full(Structure):
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
-        count_bytes(self)
+        super().__post_init__()
         if self.form not in ("auto", "primal", "dual"):
             raise InvalidValue(f"form must be 'auto', 'primal' or 'dual', got {self.form!r}")
 
@@ -88,14 +88,13 @@ class Full(Structure):
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        weights = len(likelihood.curvature_weights(factor.kind))
         if factor.kind == "hessian":
-            return HessianSum(tangent, likelihood, weights)
+            return HessianSum(tangent, likelihood, probe.terms)
         if self.form == "dual":
             return DualRows(tangent, likelihood.paired)
-        return GramSum(tangent, cover(tangent, probe.inputs), weights, self.memory_budget)
+        return GramSum(tangent, cover(tangent, probe.inputs), probe.terms, self.memory_budget)
 
-    def operator(self, state: State, weights: Tensor) -> Any:
+    def operator(self, state: State, weights: Tensor) -> Dense | RootPlusDiagonal:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
         if self.form == "primal":
             gram = state.sums["gram"]
@@ -107,11 +106,11 @@ class Full(Structure):
         memo.rows = memo.rows or StreamedRows(state.tangent, state.batches, self.memory_budget)
         return RootPlusDiagonal(memo.rows, _row_weights(state, weights), memo=memo)
 
-    def keeps(self, layout: tree.Layout, parts: tuple[Any, ...], weights: int, factor: Factor) -> Kept:
+    def keeps(self, layout: tree.Layout, parts: tuple[Any, ...], terms: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if parts or self.form == "auto":
             raise InvalidValue(f"{self} has no parts and is primal or dual, and this is {self.form} with {len(parts)}")
-        gram = Expected(((weights, layout.size, layout.size),), squares=factor.kind != "hessian", gram=True)
+        gram = Expected(((terms, layout.size, layout.size),), squares=factor.kind != "hessian", gram=True)
         return ({"gram": gram} if self.form == "primal" else {}), {}
 
     def coverage(self, parts: tuple[Any, ...], tangent: TangentModel) -> dict[str, str]:
@@ -145,7 +144,7 @@ def check_batches(tangent: TangentModel, batches: Iterable[tuple[Any, Tensor]]) 
             raise InvalidValue(f"batch {i} has outputs {f.dtype} {tuple(f.shape)} and cotangents {cotangents}")
 
 
-class GramSum:
+class GramSum(Accumulator):
     """G += RᵀR over batches, lower triangle, float64.
 
     The rows of one layer without shared positions (a last layer) are outer products g ⊗ a, and never made: with
@@ -153,10 +152,10 @@ class GramSum:
 
     mutable = "gram", "held", "outer"
 
-    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], weights: int, budget: int) -> None:
+    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], terms: int, budget: int) -> None:
         p = tangent.layout.size
-        self.maker, self.weights, self.budget = RowMaker(tangent, parts), weights, budget
-        self.gram = torch.zeros(weights, p, p, dtype=torch.float64, device=tangent.device)
+        self.tangent, self.maker, self.terms, self.budget = tangent, RowMaker(tangent, parts), terms, budget
+        self.gram = torch.zeros(terms, p, p, dtype=torch.float64, device=tangent.device)
         self.held: list[Tensor] = []  # (n, K, p) rows waiting to be multiplied
         self.outer: Tensor | None = None  # what came from outer products, in the order of the layer (o, i)
 
@@ -188,7 +187,7 @@ class GramSum:
     def _add_outer(self, rows: OuterRows) -> None:
         self.outer = torch.zeros_like(self.gram) if self.outer is None else self.outer
         n, i = rows.a.shape
-        for total, g in zip(self.outer, (rows.g[:, h :: self.weights] for h in range(self.weights)), strict=True):
+        for total, g in zip(self.outer, (rows.g[:, h :: self.terms] for h in range(self.terms)), strict=True):
             middle = g.mT @ g  # (n, o, o)
             for o in range(middle.shape[1]):
                 right = middle[:, o, : o + 1, None] * rows.a[:, None]  # (n, o + 1, i)
@@ -200,8 +199,8 @@ class GramSum:
             return
         rows = torch.cat(self.held).to(torch.float64)  # (n, K, p)
         self.held = []
-        for h in range(self.weights):
-            mine = rows if self.weights == 1 else rows[:, h :: self.weights]
+        for h in range(self.terms):
+            mine = rows if self.terms == 1 else rows[:, h :: self.terms]
             add_gram(self.gram[h], mine.reshape(-1, rows.shape[-1]))
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
@@ -214,7 +213,7 @@ class GramSum:
         return {"gram": gram}, ()
 
 
-class DualRows:
+class DualRows(Accumulator):
     """Keeps inputs and cotangents; the rows are made when the operator asks. Of columns of pairs, which are sums of
     those of single outputs, none are kept."""
 
@@ -229,10 +228,6 @@ class DualRows:
         if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in self.batches):
             raise InvalidValue("batches must be pairs of inputs and cotangents")
         check_batches(self.tangent, self.batches)
-
-    def forward(self, x: Any) -> Tensor:
-        """The outputs f (n, ..., c) of a batch."""
-        return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Keep the inputs and cotangents of a batch."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
+from lapwing.curvature.structure import Accumulator
 from lapwing.errors import Unsupported
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel, proof
@@ -23,25 +24,21 @@ from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kern
 CHUNK = 256  # columns of the Hessian made at a time
 
 
-class HessianSum:
+class HessianSum(Accumulator):
     """Σ_n of the Hessian of −log p by the parameters, (h, p, p)."""
 
     mutable = ("gram",)
 
-    def __init__(self, tangent: TangentModel, likelihood: Likelihood, weights: int) -> None:
+    def __init__(self, tangent: TangentModel, likelihood: Likelihood, terms: int) -> None:
         p = tangent.layout.size
-        self.tangent, self.likelihood, self.weights = tangent, likelihood, weights
-        self.gram = torch.zeros(weights, p, p, dtype=torch.float64, device=tangent.device)
-
-    def forward(self, x: Any) -> Tensor:
-        """The outputs f (n, ..., c) of a batch."""
-        return self.tangent(x)
+        self.tangent, self.likelihood, self.terms = tangent, likelihood, terms
+        self.gram = torch.zeros(terms, p, p, dtype=torch.float64, device=tangent.device)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
         targets = self.likelihood.rows(y, f[..., 0].numel())
-        for h in range(self.weights):
+        for h in range(self.terms):
 
             def loss(theta: Tensor, h: int = h) -> Tensor:
                 out = self.tangent.apply(self.tangent.layout.unflatten(theta), x)
@@ -64,12 +61,9 @@ def _hessian(tangent: TangentModel, loss: Any, key: Any) -> Tensor:
 
 
 def _batched(loss: Any, theta: Tensor) -> Tensor:
+    columns = vmap(lambda v: jvp(grad(loss), (theta,), (v,))[1])
     with plain_kernels(), any_batching_rule():
-        return torch.cat([_columns(loss, theta, part) for part in _units(theta).split(CHUNK)])
-
-
-def _columns(loss: Any, theta: Tensor, units: Tensor) -> Tensor:
-    return vmap(lambda v: jvp(grad(loss), (theta,), (v,))[1])(units).to(torch.float64)
+        return torch.cat([columns(part).to(torch.float64) for part in _units(theta).split(CHUNK)])
 
 
 def _proved(tangent: TangentModel, loss: Any, theta: Tensor, found: Tensor) -> bool:

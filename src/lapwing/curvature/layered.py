@@ -10,6 +10,7 @@ block if it is small, else its exact diagonal.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -21,16 +22,14 @@ from lapwing.curvature.capture import Capture
 from lapwing.curvature.cost import Needs, Task, of_parts
 from lapwing.curvature.cover import cover, explain
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.memory import count_bytes
 from lapwing.curvature.parts import Part, check_parts
 from lapwing.curvature.state import State
 from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure
-from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum, Room, expected
+from lapwing.curvature.sums import DenseSum, DiagonalSum, KroneckerSum, PartSum, Room, expected
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Blocks, Dense
+from lapwing.operators import Blocks, Dense, KroneckerPlusDiagonal, linalg
 from lapwing.operators import Diagonal as DiagonalOperator
-from lapwing.operators import Kronecker as KroneckerOperator
 from lapwing.operators.memo import BlockGroups, KroneckerFactors
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
@@ -38,6 +37,8 @@ from lapwing.tree import Layout
 
 SMALL = 1024  # parameters of a generic or element-wise part that still gets a dense block
 ROUNDING = 1e3  # units in the last place of a gradient
+Tensors = Mapping[str, Tensor]
+NO_BASIS: Tensors = {}
 MAX_SIDE = 8192  # rows of a Kronecker factor; a layer with more (a head over a vocabulary) gets its exact diagonal
 
 
@@ -67,14 +68,12 @@ class LayeredMemo:
 class Layered(Structure):
     """What the three structures share."""
 
+    sharing = "expand"  # over shared positions, of Kronecker factors
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         registry.enter("structure", cls)
-
-    def __post_init__(self) -> None:
-        count_bytes(self)
 
     def kind_of(self, part: Part) -> str:
         """How a part is treated: "kron", "dense" or "diagonal"."""
@@ -100,8 +99,13 @@ class Layered(Structure):
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        weights = len(likelihood.curvature_weights(factor.kind))
-        return LayeredSum(tangent, self.parts(tangent, probe.inputs), weights, self)
+        return LayeredSum(tangent, self.parts(tangent, probe.inputs), probe.terms, self)
+
+    def summed(self, part: Part, terms: int, tangent: TangentModel, room: Room, basis: Tensors) -> PartSum:
+        """What sums over the data for a part, by its kind; room: memory that parts share; basis: of a second pass."""
+        if part.kind == "kron":
+            return KroneckerSum(part, terms, tangent, self.sharing)
+        return DenseSum(part, terms, tangent) if part.kind == "dense" else DiagonalSum(part, terms, tangent, room)
 
     def operator(self, state: State, weights: Tensor) -> Blocks:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
@@ -110,21 +114,21 @@ class Layered(Structure):
             memo.index = tuple(p.index(state.layout).to(weights.device) for p in state.parts)
         return Blocks(tuple(self.block(part, state, weights) for part in state.parts), memo.index, memo.groups)
 
-    def block(self, part: Part, state: State, weights: Tensor) -> Any:
+    def block(self, part: Part, state: State, weights: Tensor) -> linalg.Operator:
         """The operator of one part."""
         return part_operator(part, state, weights)
 
-    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         check_parts(parts, layout)
         for part in parts:
             if part.kind not in ("unused", self.kind_of(part)):
                 raise InvalidValue(f"its part {part.name} is {part.kind}, and {self} makes it {self.kind_of(part)}")
-        return {f"{part.name}/{key}": one for part in parts for key, one in self.sums(part, weights).items()}, {}
+        return {f"{part.name}/{key}": one for part in parts for key, one in self.sums(part, terms).items()}, {}
 
-    def sums(self, part: Part, weights: int) -> dict[str, Expected]:
+    def sums(self, part: Part, terms: int) -> dict[str, Expected]:
         """What is summed for a part, by its name."""
-        return expected(part, weights)
+        return expected(part, terms)
 
     def coverage(self, state_parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         """How each parameter is treated, in words."""
@@ -176,8 +180,8 @@ class Kronecker(Layered):
         """Whether inputs can be rows of the identity, of which counts are kept."""
         return part.transposed and not part.site and part.kernel == 1 and self.sharing == "expand"
 
-    def sums(self, part: Part, weights: int) -> dict[str, Expected]:
-        found = expected(part, weights)
+    def sums(self, part: Part, terms: int) -> dict[str, Expected]:
+        found = expected(part, terms)
         if "A" in found and not self.one_hot(part):
             found["A"] = replace(found["A"], shapes=found["A"].shapes[:1])
         return found
@@ -217,7 +221,7 @@ class Diagonal(Layered):
         return "diagonal"
 
 
-def part_operator(part: Part, state: State, weights: Tensor) -> Any:
+def part_operator(part: Part, state: State, weights: Tensor) -> linalg.Operator:
     """Σ_h w_h of what was summed for one part, as an operator."""
     memo = state.factorizations(LayeredMemo).part(part.name)
 
@@ -232,11 +236,11 @@ def part_operator(part: Part, state: State, weights: Tensor) -> Any:
         b = stored("B")
         mixed = b[0] if len(weights) == 1 else torch.einsum("h,hboq->boq", weights, b)
         s = (weights[0] if len(weights) == 1 else weights.new_ones(())) / stored("count").clamp(min=1)
-        eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps
+        eps = torch.finfo(state.tangent.sum_dtype).eps
         kept = memo.factorizations if len(weights) == 1 else KroneckerFactors()
         a = state.sums[f"{part.name}/A"].to(weights.device) if len(weights) == 1 else stored("A")
         rounding = _rounding(state, weights, b, stored("count"), eps) if state.paired else 0.0
-        return KroneckerOperator(a, mixed, s, name=part.name, eps=eps, rounding=rounding, memo=kept)
+        return KroneckerPlusDiagonal(a, mixed, s, name=part.name, eps=eps, rounding=rounding, memo=kept)
     if part.kind == "dense":
         gram = stored("gram")
         if len(weights) == 1:
@@ -273,27 +277,20 @@ def _largest(b: Tensor) -> Tensor:
     return b.abs().flatten(1).amax(1)
 
 
-class LayeredSum:
+class LayeredSum(Accumulator):
     """One capture a batch; each part's sum takes what it needs of it."""
 
     mutable = ("sums",)
 
-    def __init__(self, tangent: TangentModel, parts: tuple[Part, ...], weights: int, structure: Layered) -> None:
-        self.tangent, self.parts, self.weights = tangent, parts, weights
+    def __init__(
+        self, tangent: TangentModel, parts: tuple[Part, ...], terms: int, structure: Layered, basis: Tensors = NO_BASIS
+    ) -> None:
+        self.tangent, self.parts, self.terms, self.basis = tangent, parts, terms, basis
         self.budget = structure.memory_budget
         self.capture = Capture(tangent, parts)
         self.generic = tuple(part for part in parts if part.generic and part.kind != "unused")
-        dtype = torch.promote_types(tangent.dtype, torch.float32)
-        self.sums: dict[str, Any] = {}
-        room = Room()
-        for part in parts:
-            if part.kind == "kron":
-                assert isinstance(structure, Kronecker)
-                self.sums[part.name] = KroneckerSum(part, weights, tangent.device, dtype, structure.sharing)
-            elif part.kind == "dense":
-                self.sums[part.name] = DenseSum(part, weights, tangent.device)
-            elif part.kind == "diagonal":
-                self.sums[part.name] = DiagonalSum(part, weights, tangent.device, room)
+        seen, room = (part for part in parts if part.kind != "unused"), Room()
+        self.sums: dict[str, Any] = {part.name: structure.summed(part, terms, tangent, room, basis) for part in seen}
 
     def forward(self, x: Any) -> Tensor:
         """The outputs f (n, ..., c) of a batch."""
@@ -303,19 +300,14 @@ class LayeredSum:
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
-        views = self.record.views()
-        for name, view in views.items():
-            self.sums[name].see(view, len(f))
-        self._observe_layers(views, u)
-        self._observe_generic(x, u.to(f))
-        del self.record
-
-    def _observe_layers(self, views: dict[str, Any], u: Tensor) -> None:
-        for gradients in self.record.columns(u, self.weights, self.budget // 4):
+        views = {name: self.sums[name].see(view, len(f)) for name, view in self.record.views().items()}
+        for gradients in self.record.columns(u, self.terms, self.budget // 4):
             for name, g in gradients.items():
                 self.sums[name].add(views[name], g, self.budget // 4)
         for name, view in views.items():
             self.sums[name].close(view)
+        self._observe_generic(x, u.to(f))
+        del self.record
 
     def _observe_generic(self, x: Any, u: Tensor) -> None:
         if not self.generic:
@@ -323,7 +315,7 @@ class LayeredSum:
         names = tuple(part.name for part in self.generic)
         sizes = [part.size for part in self.generic]
         each = u.shape[1] * sum(sizes) * u.element_size()
-        for piece, cotangent in self.tangent.pieces(x, u, each, self.budget // 4):
+        for piece, cotangent in self.tangent.pieces(x, u, self.budget // 4 // max(1, each)):
             rows = self.tangent.pulled(piece, cotangent, names).transpose(0, 1)  # (K, n, p)
             for name, own in zip(names, rows.split(sizes, -1), strict=True):
                 self.sums[name].add_rows(own)

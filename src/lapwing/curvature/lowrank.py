@@ -24,11 +24,11 @@ from lapwing import given, tree
 from lapwing.curvature.cost import Needs, Task
 from lapwing.curvature.cover import cover
 from lapwing.curvature.factor import Factor
-from lapwing.curvature.memory import count_bytes, physical_memory
+from lapwing.curvature.memory import physical_memory
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import State
-from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure, register
+from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure, register, same_terms
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal, HeldRows, Mixed, RootPlusDiagonal, linalg
@@ -61,7 +61,7 @@ class LowRank(Structure):
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
-        count_bytes(self)
+        super().__post_init__()
         given.whole(self.rank, "the rank of lowrank", 1)
         given.whole(self.passes, "the passes of lowrank", 1)
 
@@ -78,9 +78,9 @@ class LowRank(Structure):
         if factor.kind == "hessian":
             raise InvalidValue("structure='lowrank' needs a curvature without negative eigenvalues; use factor='exact'")
         rank = min(self.rank, probe.parameters)
-        size = 8 * COPIES * rank * probe.parameters * probe.weights
+        size = 8 * COPIES * rank * probe.parameters * probe.terms
         if size > physical_memory():
-            each = f", one for each of {probe.weights} curvature weights," if probe.weights > 1 else ""
+            each = f", one for each of {probe.terms} curvature weights," if probe.terms > 1 else ""
             raise InvalidValue(
                 f"a sketch of rank {rank} of {probe.parameters:,} parameters{each} takes {size / 1e9:.3g} GB; use a "
                 "smaller rank, subset=, or structure='kron' or 'diag'"
@@ -89,21 +89,16 @@ class LowRank(Structure):
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        tests = pseudorandom(self.rank, tangent).expand(len(likelihood.curvature_weights(factor.kind)), -1, -1)
+        tests = pseudorandom(self.rank, tangent).expand(probe.terms, -1, -1)
         return SketchSum(tangent, cover(tangent, probe.inputs), tests, {}, self.memory_budget)
 
     def start_in(
         self, basis: State, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe
     ) -> Accumulator:
         """One whose test vectors are those of a state, or span its sketch's range."""
-        parts, weights = cover(tangent, probe.inputs), len(likelihood.curvature_weights(factor.kind))
         tests = self._tests(basis, likelihood.curvature_weights(factor.kind))
-        if len(tests) != weights:
-            raise InvalidValue(
-                f"the basis has {len(tests)} curvature weights and the likelihood {weights}; fit both with the same "
-                "likelihood"
-            )
-        return SketchSum(tangent, parts, tests, {"tests": tests}, self.memory_budget)
+        same_terms(len(tests), probe.terms)
+        return SketchSum(tangent, cover(tangent, probe.inputs), tests, {"tests": tests}, self.memory_budget)
 
     def _tests(self, basis: State, weights: Tensor) -> Tensor:
         """Ω of a state of this structure; or, from one of a pass fewer, an orthonormal basis of its sketch's range (of
@@ -144,19 +139,19 @@ class LowRank(Structure):
         """Ω (h, k, p)."""
         if state.basis:
             return state.basis["tests"]
-        return pseudorandom(self.rank, state.tangent).expand(state.weights, -1, -1)
+        return pseudorandom(self.rank, state.tangent).expand(state.terms, -1, -1)
 
     def cores(self, state: State) -> dict[str, Tensor]:
         """Ω G Ωᵀ (h, k, k)."""
         core = state.sums["sketch"] @ self.tests(state).mT
         return {"sketch": (core + core.mT) / 2}
 
-    def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+    def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if parts:
             raise InvalidValue(f"{self} has no parts, and this has {len(parts)}")
-        sketch = Expected(((weights, min(self.rank, layout.size), layout.size),))
-        trace = Expected(((weights, len(layout.names)),), squares=True)
+        sketch = Expected(((terms, min(self.rank, layout.size), layout.size),))
+        trace = Expected(((terms, len(layout.names)),), squares=True)
         tests = {"tests": replace(sketch, orthonormal=True)} if self.passes > 1 else {}
         return {"sketch": sketch, "trace": trace}, tests
 
@@ -176,7 +171,7 @@ class LowRank(Structure):
 
     def needs(self, task: Task) -> Needs:
         """What it takes, counted (cost.py)."""
-        held = 8 * min(self.rank, task.size) * task.size * task.weights
+        held = 8 * min(self.rank, task.size) * task.size * task.terms
         note = f"rank {self.rank} of the whole"
         return Needs(COPIES * held, state=held, kept=3 * held, passes=self.passes, by_batch=False, note=note)
 
@@ -188,10 +183,10 @@ def _range(sketch: Tensor) -> Tensor:
 
 def _eps(state: State) -> float:
     """Of the products that its sketch was summed from, with the digits that removals have cost."""
-    return torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps * 10**state.lost
+    return torch.finfo(state.tangent.sum_dtype).eps * 10**state.lost
 
 
-class SketchSum:
+class SketchSum(Accumulator):
     """Y (h, k, p) and tr G (h, parameters), one each a curvature weight, in float64; products in the network's dtype,
     float32 or better."""
 
@@ -207,7 +202,7 @@ class SketchSum:
     ) -> None:
         self.tangent, self.maker, self.budget, self.basis = tangent, RowMaker(tangent, parts), budget, basis
         self.each: int | None = None  # bytes of an example's rows, and of the gradients that they are made from
-        self.tests = tests.to(torch.promote_types(tangent.dtype, torch.float32))
+        self.tests = tests.to(tangent.sum_dtype)
         self.slices = list(tangent.layout.slices().values())
         self.sketch = torch.zeros(tests.shape, dtype=torch.float64, device=tangent.device)
         self.trace = torch.zeros(len(tests), len(self.slices), dtype=torch.float64, device=tangent.device)
@@ -217,15 +212,11 @@ class SketchSum:
         if self.each is not None and (type(self.each) is not int or self.each < 1):
             raise InvalidValue(f"an example's rows cannot take {self.each!r} bytes")
 
-    def forward(self, x: Any) -> Tensor:
-        """The outputs f (n, ..., c) of a batch."""
-        return self.tangent(x)
-
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
         part = self.budget // 8  # rows are there three times while the next are made, beside Y and Ω
-        for piece, some in self.tangent.pieces(x, u, self._bytes(x, u), 2 * part):
+        for piece, some in self.tangent.pieces(x, u, 2 * part // self._bytes(x, u)):
             for rows in self.maker.rows(self.maker.run(piece), piece, some, part):  # (n, K, p)
                 self._add(rows.transpose(0, 1))
 
@@ -237,9 +228,9 @@ class SketchSum:
 
     def _add(self, rows: Tensor) -> None:
         """Rows (K, n, p), as they lie in memory."""
-        weights = len(self.sketch)
+        terms = len(self.sketch)
         for h, tests in enumerate(self.tests):
-            mine = rows[h::weights].reshape(-1, rows.shape[-1]).to(tests)
+            mine = rows[h::terms].reshape(-1, rows.shape[-1]).to(tests)
             self.sketch[h] += (mine @ tests.mT).mT @ mine
             lengths = [torch.linalg.vector_norm(mine[:, columns], dtype=torch.float64) for columns in self.slices]
             self.trace[h] += torch.stack(lengths).square()

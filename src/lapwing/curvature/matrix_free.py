@@ -8,7 +8,7 @@ that of the samples, whatever the numbers of data and outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,14 +21,14 @@ from lapwing.curvature.data_root import source
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.layered import Diagonal, Kronecker
 from lapwing.curvature.lowrank import COPIES, LowRank
-from lapwing.curvature.memory import count_bytes
-from lapwing.curvature.nothing import Nothing
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import Memo, State
-from lapwing.curvature.structure import BUDGET, Kept, Probe, Structure, covered, register
+from lapwing.curvature.structure import BUDGET, Accumulator, Kept, Probe, Structure, covered, register
 from lapwing.errors import InvalidValue
+from lapwing.likelihoods import Likelihood
+from lapwing.operators import Diagonal as DiagonalOperator
 from lapwing.operators import SolvePlan, Streamed, linalg
-from lapwing.operators.samples import Remembered
+from lapwing.operators.streamed import Remembered
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 
@@ -68,7 +68,7 @@ class MatrixFree(Structure):
     memory_budget: int = field(default=BUDGET, compare=False)
 
     def __post_init__(self) -> None:
-        count_bytes(self)
+        super().__post_init__()
         if self.solver not in ("cg", "sgd"):
             raise InvalidValue(f"solver must be 'cg' or 'sgd', got {self.solver!r}")
         if self.preconditioner not in ("auto", *PRECONDITIONERS):
@@ -101,7 +101,7 @@ class MatrixFree(Structure):
             )
         if self.preconditioner not in ("auto", "nystrom"):
             return self
-        room = self.memory_budget // (8 * COPIES * probe.parameters * probe.weights)
+        room = self.memory_budget // (8 * COPIES * probe.parameters * probe.terms)
         rank = self.rank or max(1, min(RANK, probe.parameters // 4, room))
         fits = self.preconditioner == "nystrom" or bool(self.rank) or room >= LEAST
         return replace(self, preconditioner="nystrom", rank=rank) if fits else replace(self, preconditioner="none")
@@ -109,22 +109,22 @@ class MatrixFree(Structure):
     def streamed(self, one: Pass, checkpoint: FitCheckpoint | None) -> State:
         """The state: that of the preconditioner, by one pass, and where the data are."""
         seed = self.seed if self.seed >= 0 else int(torch.randint(2**31, (), generator=one.generator))
-        weights = len(one.likelihood.curvature_weights("exact"))
-        near = self.near_factor(weights, one.seen.outputs * one.seen.positions)
+        terms = len(one.likelihood.curvature_weights("exact"))
+        near = self.near_factor(terms, one.seen.outputs * one.seen.positions)
         state = one.by(self.near, near if near.kind in one.likelihood.factors else Factor("exact"), checkpoint)
         return replace(
             state,
             structure=replace(self, seed=seed),
             factor=Factor("exact"),
-            weights=weights,
-            source=source(state, one.likelihood, weights, one.batches, self.memory_budget),
+            terms=terms,
+            source=source(state, one.likelihood, terms, one.batches, self.memory_budget),
             coverage=covered(self, state.parts, one.tangent),
         )
 
-    def near_factor(self, weights: int, columns: int) -> Factor:
+    def near_factor(self, terms: int, columns: int) -> Factor:
         """Of the preconditioner. The range of G is all that Nyström is about, so it takes the exact factor where that
         has few columns; the others take one sampled score an example. Noise per output needs the exact one."""
-        if weights > 1:
+        if terms > 1:
             return Factor("exact")
         if self.preconditioner == "nystrom":
             return Factor("exact") if columns <= FEW_COLUMNS else Factor("monte_carlo")
@@ -144,7 +144,7 @@ class MatrixFree(Structure):
         memo = state.factorizations(MatrixFreeMemo).samples
         return Streamed(state.source, weights, companion, SolvePlan(*how), memo=memo)
 
-    def gathered(self, state: State, precision: Streamed) -> State:
+    def gathered(self, state: State, precision: linalg.Operator) -> State:
         """The state with the samples of a precision made of it, once they are all on this rank."""
         memo = replace(state.factorizations(MatrixFreeMemo), samples=linalg.gathered(precision).memo)
         return replace(state, memo=replace(state.memo, own=memo))
@@ -153,13 +153,67 @@ class MatrixFree(Structure):
         """How each parameter is treated, in words."""
         return dict.fromkeys(tangent.layout.names, "exact, by products")
 
-    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept | None:
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept | None:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         if self.preconditioner == "auto" or self.seed < 0:
             raise InvalidValue("matrix_free has chosen its preconditioner and its seed by the end of a fit")
-        return self.near.keeps(layout, parts, weights, factor)
+        return self.near.keeps(layout, parts, terms, factor)
 
     def needs(self, task: Task) -> Needs:
         """What it takes, counted (cost.py)."""
         near, note = getattr(self.near, "needs", lambda task: Needs())(task), "exact, by passes that cannot be counted"
         return Needs(near.memory, kept=near.kept, exact=True, note=note, grows=True)
+
+
+# -- without a preconditioner, and in the place of the true curvature -----------------------------------------------
+
+
+@register
+@dataclass(frozen=True)
+class Nothing(Structure):
+    """G ≈ 0: what the prior alone knows."""
+
+    def __str__(self) -> str:
+        return "none"
+
+    def resolved(self, probe: Probe, factor: Factor) -> Nothing:
+        """The structure as it will be fitted to such data, or an error where it cannot be."""
+        return self
+
+    def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
+        """An empty accumulator for a pass over the data."""
+        return OutputsOnly(tangent)
+
+    def operator(self, state: State, weights: Tensor) -> DiagonalOperator:
+        """Zero, as an operator."""
+        return DiagonalOperator(weights.new_zeros(1), state.layout.size)
+
+    def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
+        """How each parameter is treated, in words."""
+        return dict.fromkeys(tangent.layout.names, "nothing")
+
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
+        """What the sums and the basis of a state must look like, by their names: files are held to it."""
+        return {}, {}
+
+
+class OutputsOnly(Accumulator):
+    """It runs the network, for the likelihood's statistics, and sums nothing."""
+
+    mutable = ()
+
+    def __init__(self, tangent: TangentModel) -> None:
+        self.tangent = tangent
+
+    def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
+        """Add nothing."""
+
+
+def sketch_of(rank: int, memory_budget: int) -> Structure:
+    """Products with the exact curvature, whose companion is a Nyström sketch of it."""
+    return MatrixFree(preconditioner="nystrom", rank=rank, memory_budget=memory_budget)
+
+
+def trace_of(memory_budget: int) -> Diagonal:
+    """The exact diagonal."""
+    return Diagonal(memory_budget=memory_budget)

@@ -1,5 +1,4 @@
-"""How much memory a structure may take, and how much the machine has: asked once, and assumed, with a warning, where
-nothing tells it."""
+"""How much memory the machine has: asked once, and assumed, with a warning, where nothing tells it."""
 
 from __future__ import annotations
 
@@ -8,17 +7,9 @@ import functools
 import os
 import warnings
 
-from lapwing import given
-from lapwing.curvature.structure import Structure
 from lapwing.errors import LapwingWarning
 
 ASSUMED = 8 * 2**30  # bytes
-
-
-def count_bytes(structure: Structure) -> None:
-    """Hold the memory_budget of a frozen structure to a whole number of bytes, as an int."""
-    what = f"memory_budget of {type(structure).__name__}"
-    object.__setattr__(structure, "memory_budget", given.memory(structure.memory_budget, what))
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def not_finite(tangent: TangentModel, x: Any) -> list[str] | None:
 
 def overflowed(tangent: TangentModel) -> str:
     """That sums overflow, and what to do, in words."""
-    dtype = torch.promote_types(tangent.dtype, torch.float32)
+    dtype = tangent.sum_dtype
     return f"sums of squares overflow {_name(dtype)}, which ends at {torch.finfo(dtype).max:.2g}; {remedy(tangent)}"
 
 

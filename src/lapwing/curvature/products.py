@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lapwing import data as loading
-from lapwing import tree
 from lapwing.curvature.accumulate import flat_outputs
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
@@ -68,13 +67,8 @@ def at_once(tangent: TangentModel) -> int:
 
 def pieces(tangent: TangentModel, x: Any, y: Any, k: int) -> Iterator[tuple[Any, Any]]:
     """A batch in pieces of as many examples as k vectors are best run with: whole, unless there are convolutions."""
-    n, size = len(y), max(1, min(MAX_EXAMPLES, MAX_VECTORS_TIMES_EXAMPLES // min(k, AT_ONCE)))
-    if n <= size or tangent.columns_at_once or not tangent.separable(x):
-        yield x, y
-        return
-    for start in range(0, n, size):
-        index = slice(start, start + size)
-        yield tree.rows_of(x, index), y[index]
+    few = min(MAX_EXAMPLES, MAX_VECTORS_TIMES_EXAMPLES // min(k, AT_ONCE))
+    return tangent.pieces(x, y, len(y) if tangent.columns_at_once else few)
 
 
 def output_curvature(likelihood: Likelihood, f: Tensor, y: Tensor, v: Tensor) -> Tensor:

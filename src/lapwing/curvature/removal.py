@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.curvature.identity import digest
+from lapwing.curvature.checkpoint import digest
 from lapwing.curvature.state import Memo, State, sizes
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.likelihoods import Likelihood

@@ -62,7 +62,7 @@ class RowMaker:
         generic = self.generic if record.parts else self.names
         each = u.shape[1] * self.width * u.element_size()
         start = 0
-        for piece, cotangent in self.tangent.pieces(x, u, each, budget):
+        for piece, cotangent in self.tangent.pieces(x, u, budget // max(1, each)):
             index = slice(start, start + len(cotangent))
             start = index.stop
             found: dict[str, Tensor] = {}

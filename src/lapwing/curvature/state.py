@@ -52,7 +52,7 @@ class State:
     structure: Structure
     factor: Factor
     likelihood: str  # its name
-    weights: int  # how many curvature weights the likelihood has
+    terms: int  # h: how many curvature weights the likelihood has, and sums G_h
     tangent: TangentModel
     fingerprints: dict[str, str]  # of every weight and buffer of the network
     n: int  # examples
@@ -77,8 +77,8 @@ class State:
     @property
     def unit_weights(self) -> Tensor:
         """The curvature weights of unit noise, (h,)."""
-        ones = torch.ones(self.weights, dtype=torch.float64, device=self.tangent.device)
-        return polarization.weights_of(torch.eye(polarization.outputs(self.weights)).to(ones)) if self.paired else ones
+        ones = torch.ones(self.terms, dtype=torch.float64, device=self.tangent.device)
+        return polarization.weights_of(torch.eye(polarization.outputs(self.terms)).to(ones)) if self.paired else ones
 
     @property
     def holds_data(self) -> bool:
@@ -107,7 +107,7 @@ class State:
             ("structures", self.structure, other.structure),
             ("output factors", self.factor, other.factor),
             ("treatments of parameters", self.parts, other.parts),
-            ("likelihoods", (self.likelihood, self.weights), (other.likelihood, other.weights)),
+            ("likelihoods", (self.likelihood, self.terms), (other.likelihood, other.terms)),
         ]:
             if mine != theirs:
                 raise InvalidValue(f"states of different {what} do not {verb}: {mine} and {theirs}")

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from lapwing import registry
+from lapwing import given, registry
 from lapwing.curvature.factor import Factor
 from lapwing.curvature.parts import Part
+from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
+from lapwing.operators import linalg
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -48,22 +50,26 @@ class Probe:
     outputs: int
     parameters: int
     inputs: Any  # a few examples of the first batch
-    weights: int = 1  # of the curvature: more than one where outputs have a noise of their own
+    terms: int = 1  # h, of Σ_h w_h G_h: more than one where outputs have a noise of their own
     sums: Tensor | None = None  # of all inputs (fixed.py), if a pass was needed to count them; else NaN
 
 
 class Accumulator(Protocol):
     """What changes while the loop over data runs, and only then."""
 
+    tangent: TangentModel
+
     def forward(self, x: Any) -> Tensor:
         """The outputs f (n, ..., c) of a batch."""
+        return self.tangent(x)
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
 
     def finish(self) -> tuple[dict[str, Tensor], tuple[tuple[Any, Tensor], ...]]:
-        """The sums by their names, and the batches that are kept."""
+        """The sums by their names, and the batches that are kept: none of either, unless it says otherwise."""
+        return {}, ()
 
 
 class Structure:
@@ -77,6 +83,10 @@ class Structure:
     shell: ClassVar[str] = "laplace"  # the kind of a file that holds its state
     memory_budget: int = BUDGET  # bytes of working memory
 
+    def __post_init__(self) -> None:
+        budget = given.memory(self.memory_budget, f"memory_budget of {type(self).__name__}")
+        object.__setattr__(self, "memory_budget", budget)  # a whole number of bytes, as an int
+
     def resolved(self, probe: Probe, factor: Factor) -> Structure:
         """The structure as it will be fitted to such data, or an error where it cannot be."""
         raise NotImplementedError
@@ -85,7 +95,7 @@ class Structure:
         """An empty accumulator for a pass over the data."""
         raise NotImplementedError
 
-    def operator(self, state: State, weights: Tensor) -> Any:
+    def operator(self, state: State, weights: Tensor) -> linalg.Operator:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,). Where `state.paired`, they have both signs."""
         raise NotImplementedError
 
@@ -117,7 +127,7 @@ class Structure:
         """The state that stands for it where a factorization is needed: itself, unless it streams."""
         return state
 
-    def gathered(self, state: State, precision: Any) -> State:
+    def gathered(self, state: State, precision: linalg.Operator) -> State:
         """The state with the samples of a precision that was made of it, all of them on this rank; itself without."""
         return state
 
@@ -129,7 +139,7 @@ class Structure:
         """The parts of the network, where each is treated for itself; none where the network is treated as a whole."""
         return ()
 
-    def keeps(self, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept | None:
+    def keeps(self, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept | None:
         """What the sums and the basis of a state must look like, by their names: files are held to it. None: any
         finite numbers."""
         return None
@@ -142,6 +152,14 @@ class Structure:
         """For sums that are no squares, by their names: matrices (..., k, k) made of them that no data make indefinite.
         Data that are taken out are held to it (removal.py)."""
         return {}
+
+
+def same_terms(basis: int, likelihood: int) -> None:
+    """Raise unless a basis is of as many curvature weights as the likelihood has."""
+    if basis != likelihood:
+        raise InvalidValue(
+            f"the basis has {basis} curvature weights and the likelihood {likelihood}; fit both with the same one"
+        )
 
 
 def covered(structure: Structure, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:

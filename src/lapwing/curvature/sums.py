@@ -21,23 +21,24 @@ from lapwing.curvature.gram import mirrored
 from lapwing.curvature.parts import Part
 from lapwing.errors import InvalidValue
 from lapwing.packing import Expected
+from lapwing.tangent import TangentModel
 
 
-def by_weight(g: Tensor, weights: int) -> list[Tensor]:
+def by_weight(g: Tensor, terms: int) -> list[Tensor]:
     """Cotangents cut by the curvature weight they belong to (the columns of the exact factor in turn)."""
-    return [g] if weights == 1 else [g[h::weights] for h in range(weights)]
+    return [g] if terms == 1 else [g[h::terms] for h in range(terms)]
 
 
-def expected(part: Part, weights: int) -> dict[str, Expected]:
+def expected(part: Part, terms: int) -> dict[str, Expected]:
     """What is summed for a part, by its name."""
     b, o, i = part.shape
     if part.kind == "kron":
-        outer = Expected(((weights, b, o, o),), squares=True, gram=True)
+        outer = Expected(((terms, b, o, o),), squares=True, gram=True)
         inner = Expected(((b, i, i), (b, i)), squares=True, gram=True)  # (b, i) of one-hot inputs
         return {"A": inner, "B": outer, "count": Expected(((),), squares=True)}
     if part.kind == "dense":
-        return {"gram": Expected(((weights, part.size, part.size),), squares=True, gram=True)}
-    return {"diagonal": Expected(((weights, part.size),), squares=True)} if part.kind == "diagonal" else {}
+        return {"gram": Expected(((terms, part.size, part.size),), squares=True, gram=True)}
+    return {"diagonal": Expected(((terms, part.size),), squares=True)} if part.kind == "diagonal" else {}
 
 
 class Room:
@@ -54,17 +55,28 @@ class Room:
         return self.flat[:size].view(shape)
 
 
-class KroneckerSum:
+class PartSum:
+    """What is summed for one part, at unit scale."""
+
+    def see(self, view: Any, n: int) -> Any:
+        """Add the inputs of n examples; they are handed to `add` and `close` as they come back."""
+        return view
+
+    def close(self, view: Any) -> None:
+        """The end of a batch, at which nothing is left over unless a sum says otherwise."""
+
+
+class KroneckerSum(PartSum):
     """A = Σ a aᵀ (b, i, i) over data and positions, B_h = Σ g gᵀ (h, b, o, o), and how many were summed."""
 
     mutable = "a", "b", "count"
 
-    def __init__(self, part: Part, weights: int, device: torch.device, dtype: torch.dtype, sharing: str) -> None:
+    def __init__(self, part: Part, terms: int, tangent: TangentModel, sharing: str) -> None:
         b, o, _ = part.shape
-        self.weights, self.sharing, self.shape = weights, sharing, part.shape
+        self.terms, self.sharing, self.shape = terms, sharing, part.shape
         self.a: Tensor | None = None  # (b, i, i), or its diagonal (b, i)
-        self.b = torch.zeros(weights, b, o, o, dtype=dtype, device=device)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.b = torch.zeros(terms, b, o, o, dtype=tangent.sum_dtype, device=tangent.device)
+        self.count = torch.zeros((), dtype=torch.float64, device=tangent.device)
 
     def check(self) -> None:
         """Raise unless what was read from a checkpoint can be A."""
@@ -72,20 +84,18 @@ class KroneckerSum:
         if self.a is not None and (not isinstance(self.a, Tensor) or self.a.shape not in ((b, i, i), (b, i))):
             raise InvalidValue(f"A must be {(b, i, i)} or {(b, i)}, got {self.a!r:.99}")
 
-    def see(self, view: Any, n: int) -> None:
+    def see(self, view: Any, n: int) -> Any:
         """Add the inputs of n examples."""
         if self.a is None:
             self.a = view.empty_gram(self.sharing)
         view.add_gram(self.a, self.sharing)
         self.count += n * (view.positions if self.sharing == "expand" else 1)
+        return view
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         """Add columns of output gradients g (k, n, s, b, o)."""
-        for h, mine in enumerate(by_weight(g, self.weights)):
+        for h, mine in enumerate(by_weight(g, self.terms)):
             _add_outputs(self.b[h], mine.sum(2, keepdim=True) if self.sharing == "reduce" else mine)
-
-    def close(self, view: Any) -> None:
-        """Nothing is left over at the end of a batch."""
 
     def result(self) -> dict[str, Tensor]:
         """A, B and their count."""
@@ -106,29 +116,23 @@ def _add_outputs(total: Tensor, g: Tensor) -> None:
         total.baddbmm_(flat.mT, flat)
 
 
-class DenseSum:
+class DenseSum(PartSum):
     """Σ of outer products of a part's gradients, (h, p, p)."""
 
     mutable = ("gram",)
 
-    def __init__(self, part: Part, weights: int, device: torch.device) -> None:
-        self.weights, self.size = weights, part.size
-        self.gram = torch.zeros(weights, part.size, part.size, dtype=torch.float64, device=device)
-
-    def see(self, view: Any, n: int) -> None:
-        """Inputs alone add nothing."""
+    def __init__(self, part: Part, terms: int, tangent: TangentModel) -> None:
+        self.terms, self.size = terms, part.size
+        self.gram = torch.zeros(terms, part.size, part.size, dtype=torch.float64, device=tangent.device)
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         """Add columns of output gradients g (k, n, s, b, o)."""
         for piece, part_g in _pieces(view, g, self.size, budget):
             self.add_rows(piece.outer(part_g).flatten(2))
 
-    def close(self, view: Any) -> None:
-        """Nothing is left over at the end of a batch."""
-
     def add_rows(self, rows: Tensor) -> None:
         """rows (K, n, p)."""
-        for h, mine in enumerate(by_weight(rows, self.weights)):
+        for h, mine in enumerate(by_weight(rows, self.terms)):
             flat = mine.reshape(-1, self.size).to(torch.float64)
             self.gram[h].addmm_(flat.mT, flat)
 
@@ -137,30 +141,27 @@ class DenseSum:
         return {"gram": self.gram}
 
 
-class DiagonalSum:
+class DiagonalSum(PartSum):
     """Σ of squares of a part's gradients, (h, p)."""
 
     mutable = ("total",)
 
-    def __init__(self, part: Part, weights: int, device: torch.device, room: Room) -> None:
-        self.weights, self.size, self.shape, self.room = weights, part.size, part.shape, room
-        self.total = torch.zeros(weights, part.size, dtype=torch.float64, device=device)
+    def __init__(self, part: Part, terms: int, tangent: TangentModel, room: Room) -> None:
+        self.terms, self.size, self.shape, self.room = terms, part.size, part.shape, room
+        self.total = torch.zeros(terms, part.size, dtype=torch.float64, device=tangent.device)
         self.squares: list[Tensor] = []  # Σ_k g² of a batch without shared positions, (n, 1, b, o) for each weight
-
-    def see(self, view: Any, n: int) -> None:
-        """Inputs alone add nothing."""
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         """Add columns of output gradients g (k, n, s, b, o)."""
         if view.positions == 1:  # Σ_k (g_k a)² = (Σ_k g_k²) a²: one product for all columns, in close
             g = g.to(torch.promote_types(g.dtype, torch.float32))
-            squares = [mine.square().sum(0) for mine in by_weight(g, self.weights)]
+            squares = [mine.square().sum(0) for mine in by_weight(g, self.terms)]
             if self.squares:
                 squares = [a.add_(b) for a, b in zip(self.squares, squares, strict=True)]
             self.squares = squares
             return
         for piece, part_g in _pieces(view, g, self.size, budget):
-            for total, mine in zip(self.total, by_weight(part_g, self.weights), strict=True):
+            for total, mine in zip(self.total, by_weight(part_g, self.terms), strict=True):
                 b, o, i = self.shape
                 room = self.room.shaped((mine.shape[1], b, i, o), mine) if len(mine) == 1 else None
                 total += piece.squares(mine, room).reshape(-1)
@@ -173,7 +174,7 @@ class DiagonalSum:
 
     def add_rows(self, rows: Tensor) -> None:
         """Add gradients (k, n, p) themselves."""
-        for h, mine in enumerate(by_weight(rows, self.weights)):
+        for h, mine in enumerate(by_weight(rows, self.terms)):
             self.total[h] += mine.square().sum((0, 1), dtype=torch.float64)
 
     def result(self) -> dict[str, Tensor]:

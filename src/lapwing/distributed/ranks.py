@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lapwing.distributed.agreement import Agreement
 from lapwing.distributed.exchange import Exchange
 from lapwing.distributed.meeting import hashed
 from lapwing.errors import InvalidValue
 
 
-class Ranks(Agreement, Exchange):
+class Ranks(Exchange):
     """The processes that share the data; one alone without a group."""
 
     def own(self, generator: torch.Generator) -> torch.Generator:

@@ -7,7 +7,8 @@ makes no sense; every problem that it can name is a finding.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,11 +23,12 @@ from lapwing.doctor.checks import loader_checks, model_checks, tied, value_check
 from lapwing.doctor.outputs import likelihood_checks, output_checks
 from lapwing.doctor.plan import AUTO, LAST, Outlook, draw_up, free_memory
 from lapwing.doctor.reading import Excerpt, read
-from lapwing.doctor.report import Cost, Finding, Report, size
+from lapwing.doctor.report import Cost, Finding, Report, ok, size, warning
 from lapwing.doctor.training import closely_fitted, dead_checks, fit_checks, slope, training_checks
 from lapwing.errors import InvalidValue, LapwingError, NetworkFailed
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel, linearize
+from lapwing.tangent.subset import no_subset
 
 __all__ = ["Cost", "Finding", "Report", "doctor"]
 
@@ -74,10 +76,7 @@ def _refuse_nonsense(model: Any, data: Any, subset: Any, forward: Any) -> None:
     if not isinstance(subset, (str, Mapping, Sequence, Tensor)) or (
         isinstance(subset, str) and subset not in ("all", "last_layer")
     ):
-        raise InvalidValue(
-            "subset must be 'all', 'last_layer', a list of globs, {name: mask} or one bool vector; "
-            f"got {type(subset).__name__} {subset!r}"
-        )
+        raise no_subset(subset)
 
 
 class _Visit:
@@ -114,15 +113,19 @@ class _Visit:
             self.findings.append(Finding("error", topic, f"{what}{hint}"))
         return None
 
+    def check(self, topic: str, checks: Callable[..., Iterator[Finding]], *about: Any) -> None:
+        """Add what checks find, or that they fail."""
+        self.findings += self.attempt(topic, lambda: list(checks(*about))) or []
+
     # -- stages ---------------------------------------------------------------------------------------------------
 
     def examine(self, batches: Any) -> None:
-        self.findings += self.attempt("model", lambda: list(model_checks(self.model, self.wrapped))) or []
+        self.check("model", model_checks, self.model, self.wrapped)
         if batches is not None:
             self.sample = self.attempt("data", lambda: read(batches, self.device))
         if (sample := self.sample) is None:
             return
-        self.findings += self.attempt("loader", lambda: list(loader_checks(batches, sample))) or []
+        self.check("loader", loader_checks, batches, sample)
         self.findings += value_checks(sample.spread)
         if all(f.topic in ("loader", "augmentation") for f in self.findings if f.severity == "error"):
             self._run(sample)  # what is wrong with the order of data, or their number, is no matter here
@@ -138,30 +141,26 @@ class _Visit:
         self.outputs = self.attempt("model", lambda: [tangent(x) for x, _ in sample.spread], hint) or []
         if not self.outputs:
             return
-        f, x = self.outputs[0], sample.spread[0][0]
-        self.findings += self.attempt("model", lambda: list(output_checks(tangent, f, x))) or []
-        checks = lambda: list(likelihood_checks(tangent, self.likelihood, self.outputs, sample))  # noqa: E731
-        self.findings += self.attempt("likelihood", checks) or []
+        self.check("model", output_checks, tangent, self.outputs[0], sample.spread[0][0])
+        self.check("likelihood", likelihood_checks, tangent, self.likelihood, self.outputs, sample)
         if not self.failed("outputs", "targets"):
-            self.findings += self.attempt("gradient", lambda: self._gradients(tangent, sample)) or []
+            self.check("gradient", self._gradients, tangent, sample)
         if not self.failed("outputs", "targets", "gradient"):
             self.plan = self.attempt("plan", lambda: self._plan(tangent, sample))
 
-    def _gradients(self, tangent: TangentModel, sample: Excerpt) -> list[Finding]:
+    def _gradients(self, tangent: TangentModel, sample: Excerpt) -> Iterator[Finding]:
         trained = self.likelihood.predictive  # a classifier was trained on labels, whatever it is fitted to
         found = slope(tangent, trained, sample.spread)
-        dead = dead_checks(tangent, self.outputs[0], sample.spread[0][0])
         self.fitted = closely_fitted(self.likelihood, found, self.outputs[0][0, ..., 0].numel())
-        fit = fit_checks(found) if self.fitted else ()
-        return [*training_checks(tangent, trained, found, sample), *fit, *dead]
+        yield from training_checks(tangent, trained, found, sample)
+        yield from fit_checks(found) if self.fitted else ()
+        yield from dead_checks(tangent, self.outputs[0], sample.spread[0][0])
 
     def _plan(self, tangent: TangentModel, sample: Excerpt) -> Outlook:
         last = None
         if isinstance(self.subset, str) and self.subset == "all":
-            try:
+            with suppress(LapwingError):  # there is none
                 last = linearize(self.model, "last_layer", forward=self.forward, example=sample.first[0])
-            except LapwingError:  # there is none
-                last = None
         return draw_up(tangent, last, self.likelihood, sample, self.limit, self.budget, self.structure)
 
     # -- the report -----------------------------------------------------------------------------------------------
@@ -181,7 +180,7 @@ class _Visit:
             findings=tuple(self.findings),
             plan=self.plan.costs if self.plan else {},
             parameters=parameters,
-            shapes={n: tuple(p.shape) for n, p in self.model.named_parameters() if not _lazy(p)},
+            shapes={n: tuple(p.shape) for n, p in self.model.named_parameters() if not nn.parameter.is_lazy(p)},
             recommendation=call,
             limit=self.limit,
             epoch=self.plan.epoch if self.plan else float("nan"),
@@ -189,18 +188,15 @@ class _Visit:
 
     def _say_memory(self, plan: Outlook) -> None:
         for name, text in plan.failures.items():
-            self.findings.append(Finding("warning", "plan", f"{name} failed on the first batch with {text}"))
+            self.findings.append(warning(f"plan: {name} failed on the first batch with {text}"))
         large = [name for name, cost in plan.costs.items() if not cost.fits]
         if not plan.costs[plan.choice].fits:
-            least = plan.costs[plan.choice].memory
-            message = (
-                f"no structure fits {size(self.limit)}; the least, {plan.choice}, takes about {size(least)}: raise "
-                "memory_budget, choose a subset, or use smaller batches"
-            )
-            self.findings.append(Finding("warning", "memory", message))
+            least = f"{plan.choice}, takes about {size(plan.costs[plan.choice].memory)}"
+            do = "raise memory_budget, choose a subset, or use smaller batches"
+            self.findings.append(warning(f"memory: no structure fits {size(self.limit)}; the least, {least}: {do}"))
         elif large:
-            message = f"{', '.join(large)} would not fit {size(self.limit)}; {plan.choice} does"
-            self.findings.append(Finding("ok", "memory", message))
+            found = f"{', '.join(large)} would not fit {size(self.limit)}; {plan.choice} does"
+            self.findings.append(ok(f"memory: {found}"))
 
     def _call(self, plan: Outlook, likelihood: str | None) -> str:
         arguments = ["model", "data", repr(likelihood) if likelihood else "likelihood"]
@@ -228,10 +224,6 @@ class _Visit:
         c = self.outputs[0].shape[-1] if self.outputs else 0
         parts.append(self.likelihood.name + (f" with {c} output{'s' if c > 1 else ''}" if c else ""))
         return ", ".join(parts)
-
-
-def _lazy(p: Any) -> bool:
-    return isinstance(p, nn.parameter.UninitializedParameter)
 
 
 def _dtype_hint(model: nn.Module, x: Any) -> str:

@@ -19,7 +19,7 @@ from lapwing import data as loading
 from lapwing import fixed, tree
 from lapwing.curvature import rules
 from lapwing.doctor.reading import Batch, Excerpt
-from lapwing.doctor.report import Finding
+from lapwing.doctor.report import Finding, error, note, ok, warning
 from lapwing.tree import layer_of
 
 NORMS = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -45,15 +45,15 @@ def model_checks(model: nn.Module, compiled: bool = False) -> Iterator[Finding]:
     parameters = dict(model.named_parameters())
     lazy = [n for n, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
-        yield Finding("error", "parameters", f"{named(lazy)} have no shape yet (a lazy module); run the model once")
+        yield error(f"parameters: {named(lazy)} have no shape yet (a lazy module); run the model once")
         return
     if not parameters:
         what = type(model).__name__
-        yield Finding("error", "parameters", f"{what} has no parameters; there is nothing to be Bayesian about")
+        yield error(f"parameters: {what} has no parameters; there is nothing to be Bayesian about")
         return
     meta = [n for n, p in parameters.items() if p.is_meta]
     if meta:
-        yield Finding("error", "parameters", f"{named(meta)} lie on the meta device and hold no values; load weights")
+        yield error(f"parameters: {named(meta)} lie on the meta device and hold no values; load weights")
     yield from _values(model)
     yield from _kinds(model, parameters)
     yield from _modes(model, compiled)
@@ -66,48 +66,47 @@ def _values(model: nn.Module) -> Iterator[Finding]:
         found = [(n, t) for n, t in tensors if t.is_floating_point() and not t.is_meta]
         bad = [n for n, t in found if not bool(torch.isfinite(t).all())]
         if bad:
-            message = f"{what} {named(bad)} holds NaN or infinite values; train again, or load a sound checkpoint"
-            yield Finding("error", "weights", message)
+            yield error(
+                f"weights: {what} {named(bad)} holds NaN or infinite values; train again, or load a sound checkpoint"
+            )
 
 
 def _kinds(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
     frozen = [n for n, p in parameters.items() if not p.requires_grad]
     if frozen:
         count = sum(parameters[n].numel() for n in frozen)
-        message = (
-            f"{plural(len(frozen), 'parameter')} ({count:,} elements: {named(frozen)}) do not require grad and stay "
-            "fixed; call requires_grad_() on them, or name them in subset=, to make them Bayesian"
+        yield note(
+            f"frozen: {plural(len(frozen), 'parameter')} ({count:,} elements: {named(frozen)}) do not require grad and "
+            "stay fixed; call requires_grad_() on them, or name them in subset=, to make them Bayesian"
         )
-        yield Finding("note", "frozen", message)
     for name, others in tied(model).items():
-        message = f"{name} is shared with {named(others)}: one parameter, counted once, its uses added up"
-        yield Finding("note", "shared", message)
+        yield note(f"shared: {name} is shared with {named(others)}: one parameter, counted once, its uses added up")
     generic = bare(model)
     if generic:
-        message = (
-            f"{named(generic)} belong to modules without a layer rule; kron and block give them an exact block of "
-            "their own, or a diagonal where that is too large"
+        yield note(
+            f"bare: {named(generic)} belong to modules without a layer rule; kron and block give them an exact block "
+            "of their own, or a diagonal where that is too large"
         )
-        yield Finding("note", "bare", message)
     yield from _types(parameters)
 
 
 def _types(parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
     devices = sorted({str(p.device) for p in parameters.values()})
     if len(devices) > 1:
-        message = f"parameters lie on several devices ({', '.join(devices)}); move the model to one with model.to()"
-        yield Finding("error", "device", message)
+        yield error(
+            f"device: parameters lie on several devices ({', '.join(devices)}); move the model to one with model.to()"
+        )
     half = [n for n, p in parameters.items() if p.dtype in HALF]
     if half:
-        message = (
-            f"{named(half)} are {parameters[half[0]].dtype}: curvature is summed in float32 or better, but gradients "
-            "keep the rounding of half precision; fit with model.float() for exact figures"
+        yield note(
+            f"precision: {named(half)} are {parameters[half[0]].dtype}: curvature is summed in float32 or better, but "
+            "gradients keep the rounding of half precision; fit with model.float() for exact figures"
         )
-        yield Finding("note", "precision", message)
     dtypes = sorted({str(p.dtype) for p in parameters.values()})
     if len(dtypes) > 1:
-        message = f"parameters have several dtypes ({', '.join(dtypes)}); use model.float() or model.double()"
-        yield Finding("warning", "precision", message)
+        yield warning(
+            f"precision: parameters have several dtypes ({', '.join(dtypes)}); use model.float() or model.double()"
+        )
 
 
 def tied(model: nn.Module) -> dict[str, list[str]]:
@@ -125,34 +124,31 @@ def bare(model: nn.Module) -> list[str]:
 
 def _modes(model: nn.Module, compiled: bool) -> Iterator[Finding]:
     if compiled:
-        yield Finding("note", "compile", "the model under torch.compile is used, since its Jacobians are needed")
+        yield note("compile: the model under torch.compile is used, since its Jacobians are needed")
     training = sum(m.training for m in model.modules())
     if training:
-        message = (
-            f"the model is in train mode ({plural(training, 'module')}); that is fine: it is run in eval mode (dropout "
-            "off, batch norm by its running statistics) and given back as it was"
+        yield note(
+            f"mode: the model is in train mode ({plural(training, 'module')}); that is fine: it is run in eval mode "
+            "(dropout off, batch norm by its running statistics) and given back as it was"
         )
-        yield Finding("note", "mode", message)
 
 
 def _batch_norm(model: nn.Module) -> Iterator[Finding]:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
     without = [n for n, m in layers.items() if m.running_mean is None]
     if without:
-        message = (
-            f"{named(without)} normalize by each batch (track_running_stats=False), so an output depends on the other "
-            "examples of its batch; use running statistics, or a layer or group norm"
+        yield error(
+            f"batch norm: {named(without)} normalize by each batch (track_running_stats=False), so an output depends "
+            "on the other examples of its batch; use running statistics, or a layer or group norm"
         )
-        yield Finding("error", "batch norm", message)
     fresh = [n for n, m in layers.items() if m.running_mean is not None and _untouched(m)]
     if fresh:
-        message = (
-            f"{named(fresh)} hold running statistics that were never updated (mean 0, variance 1), so eval mode "
-            "normalizes by nothing; run some batches in train mode, or load the buffers of the checkpoint too"
+        yield warning(
+            f"batch norm: {named(fresh)} hold running statistics that were never updated (mean 0, variance 1), so eval "
+            "mode normalizes by nothing; run some batches in train mode, or load the buffers of the checkpoint too"
         )
-        yield Finding("warning", "batch norm", message)
     if layers and not without and not fresh:
-        yield Finding("ok", "batch norm", f"{plural(len(layers), 'layer')}, used with the running statistics")
+        yield ok(f"batch norm: {plural(len(layers), 'layer')}, used with the running statistics")
 
 
 def _untouched(m: Any) -> bool:
@@ -165,12 +161,11 @@ def _normalization(model: nn.Module) -> Iterator[Finding]:
     if not found:
         return
     counts = ", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found))
-    message = (
-        f"normalization layers ({counts}) make the weights before them scale-free, so the posterior has no mode and "
-        "the evidence at the trained weights is biased: trust comparisons at equal architecture only, and check a "
-        "tuned prior on held-out data"
+    yield note(
+        f"normalization: normalization layers ({counts}) make the weights before them scale-free, so the posterior has "
+        "no mode and the evidence at the trained weights is biased: trust comparisons at equal architecture only, and "
+        "check a tuned prior on held-out data"
     )
-    yield Finding("note", "normalization", message)
 
 
 # -- the data ------------------------------------------------------------------------------------------------------
@@ -180,26 +175,23 @@ def loader_checks(batches: Any, sample: Excerpt) -> Iterator[Finding]:
     """What the loader says: examples left out, streams, order."""
     lost = loading.dropped(batches)
     if lost:
-        message = (
-            f"drop_last=True leaves out {lost} of {sample.n} examples, and curvature and evidence are sums over data; "
-            "build the loader with drop_last=False"
+        yield warning(
+            f"loader: drop_last=True leaves out {lost} of {sample.n} examples, and curvature and evidence are sums "
+            "over data; build the loader with drop_last=False"
         )
-        yield Finding("warning", "loader", message)
     yield from _stream(batches, sample)
     sampler = batches.sampler if isinstance(batches, DataLoader) else None
     yield from _sampling(sampler)
     if sample.n is None:
-        message = (
-            "the data do not tell how many examples they hold, so the fit counts them by a pass of its own, and the "
-            "plan cannot say what tuning costs; a map-style dataset would spare both"
+        yield note(
+            "loader: the data do not tell how many examples they hold, so the fit counts them by a pass of its own, "
+            "and the plan cannot say what tuning costs; a map-style dataset would spare both"
         )
-        yield Finding("note", "loader", message)
     elif sample.n == 1:
-        yield Finding("warning", "loader", "the data hold one example: error bars will be those of the prior")
+        yield warning("loader: the data hold one example: error bars will be those of the prior")
     else:
         order = ", shuffled (which is fine)" if isinstance(sampler, RandomSampler) else ""
-        message = f"{plural(sample.n, 'example')} in batches of {sample.batch:,}{order}"
-        yield Finding("ok", "loader", message)
+        yield ok(f"loader: {plural(sample.n, 'example')} in batches of {sample.batch:,}{order}")
     yield from _augmentation(sample)
 
 
@@ -207,32 +199,29 @@ def _stream(batches: Any, sample: Excerpt) -> Iterator[Finding]:
     if not isinstance(batches, DataLoader) or not isinstance(batches.dataset, IterableDataset):
         return
     if batches.drop_last:
-        message = (
-            "drop_last=True leaves out the last examples of the stream, how many only a pass would tell, and curvature "
-            "and evidence are sums over data; build the loader with drop_last=False"
+        yield warning(
+            "loader: drop_last=True leaves out the last examples of the stream, how many only a pass would tell, and "
+            "curvature and evidence are sums over data; build the loader with drop_last=False"
         )
-        yield Finding("warning", "loader", message)
     if fixed.starts_twice(batches, sample.spread):
-        message = (
-            f"{batches.num_workers} workers begin with the same batch, so each reads the whole stream, and examples "
-            "would count several times; share it out by torch.utils.data.get_worker_info(), or use num_workers=1"
+        yield error(
+            f"loader: {batches.num_workers} workers begin with the same batch, so each reads the whole stream, and "
+            "examples would count several times; share it out by torch.utils.data.get_worker_info(), or use "
+            "num_workers=1"
         )
-        yield Finding("error", "loader", message)
 
 
 def _sampling(sampler: Any) -> Iterator[Finding]:
     if getattr(sampler, "replacement", False) is True:
-        message = (
-            f"{type(sampler).__name__} draws examples with replacement, so some count twice and some not at all; fit "
-            "on a loader that visits each example once"
+        yield warning(
+            f"loader: {type(sampler).__name__} draws examples with replacement, so some count twice and some not at "
+            "all; fit on a loader that visits each example once"
         )
-        yield Finding("warning", "loader", message)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        message = (
-            f"DistributedSampler gives one of {sampler.num_replicas} shards: fit on every rank, with "
+        yield note(
+            f"loader: DistributedSampler gives one of {sampler.num_replicas} shards: fit on every rank, with "
             "process_group='world', and on shards without padding, which repeats examples"
         )
-        yield Finding("note", "loader", message)
 
 
 def _augmentation(sample: Excerpt) -> Iterator[Finding]:
@@ -244,19 +233,19 @@ def _augmentation(sample: Excerpt) -> Iterator[Finding]:
         if not tree.same(a, b)
     ]
     if not parts:
-        yield Finding("ok", "augmentation", "two reads of the first batch agree: no random augmentation")
+        yield ok("augmentation: two reads of the first batch agree: no random augmentation")
     elif sample.indexed:
-        message = (
-            f"two reads of the same examples give different {' and '.join(parts)}: a random augmentation is on. The "
-            "curvature would be that of one random copy of the data, and is refused; fit on a dataset without it"
+        yield error(
+            f"augmentation: two reads of the same examples give different {' and '.join(parts)}: a random augmentation "
+            "is on. The curvature would be that of one random copy of the data, and is refused; fit on a dataset "
+            "without it"
         )
-        yield Finding("error", "augmentation", message)
     else:
-        message = (
-            f"two passes start with different {' and '.join(parts)}: shuffling is fine, random augmentation is not; a "
-            "stream does not say which it is before the fit, which compares two passes and refuses the latter"
+        yield note(
+            f"augmentation: two passes start with different {' and '.join(parts)}: shuffling is fine, random "
+            "augmentation is not; a stream does not say which it is before the fit, which compares two passes and "
+            "refuses the latter"
         )
-        yield Finding("note", "augmentation", message)
 
 
 def value_checks(batches: tuple[Batch, ...]) -> Iterator[Finding]:
@@ -266,7 +255,5 @@ def value_checks(batches: tuple[Batch, ...]) -> Iterator[Finding]:
         bad = sum(int((~torch.isfinite(t)).sum()) for t in tensors)
         if bad:
             total = sum(math.prod(t.shape) for t in tensors)
-            message = (
-                f"the {what} hold {plural(bad, 'NaN or infinite value')} among {total:,} looked at; clean the data"
-            )
-            yield Finding("error", what, message)
+            found = f"{plural(bad, 'NaN or infinite value')} among {total:,} looked at"
+            yield error(f"{what}: the {what} hold {found}; clean the data")

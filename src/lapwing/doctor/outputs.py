@@ -12,7 +12,7 @@ from lapwing import tree
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.applied import applied
 from lapwing.doctor.reading import Excerpt
-from lapwing.doctor.report import Finding
+from lapwing.doctor.report import Finding, error, note, ok, warning
 from lapwing.errors import LapwingError
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
@@ -23,33 +23,31 @@ ENOUGH = 32  # values before a range is called suspicious
 def output_checks(tangent: TangentModel, f: Tensor, x: Any) -> Iterator[Finding]:
     """The function itself: finite, the same each time, one example at a time."""
     if not bool(torch.isfinite(f).all()):
-        yield Finding("error", "outputs", "the network's outputs hold NaN or infinite values; check weights and inputs")
+        yield error("outputs: the network's outputs hold NaN or infinite values; check weights and inputs")
         return
     eps, scale = torch.finfo(f.dtype).eps, float(f.abs().max())
     rounding = min(1e3 * eps, 0.05) * scale
     if float((tangent(x) - f).abs().max()) > rounding:
-        message = (
-            "two runs on the same batch differ, so the network is random in eval mode too (functional dropout with "
-            "training=True, a noise layer?); switch that off"
+        yield error(
+            "outputs: two runs on the same batch differ, so the network is random in eval mode too (functional dropout "
+            "with training=True, a noise layer?); switch that off"
         )
-        yield Finding("error", "outputs", message)
         return
     apart = _apart(tangent, f, x)
     if apart > rounding:
-        message = (
-            f"outputs change by {apart:.2g} when half the batch is left out: they depend on the other examples "
-            "(batch statistics?), and so will every result on how the data are cut; use running statistics"
+        yield warning(
+            f"outputs: outputs change by {apart:.2g} when half the batch is left out: they depend on the other "
+            "examples (batch statistics?), and so will every result on how the data are cut; use running statistics"
         )
-        yield Finding("warning", "outputs", message)
     spread = flat_outputs(f)
     if len(spread) > 1:
         still = (spread.amax(0) - spread.amin(0)) <= 10 * eps * scale
         if bool(still.all()):
-            message = "the outputs are the same for every example; the network ignores its inputs (dead units?)"
-            yield Finding("warning", "outputs", message)
+            yield warning(
+                "outputs: the outputs are the same for every example; the network ignores its inputs (dead units?)"
+            )
         elif bool(still.any()):
-            message = f"{int(still.sum())} of {still.numel()} outputs do not depend on the input"
-            yield Finding("note", "outputs", message)
+            yield note(f"outputs: {int(still.sum())} of {still.numel()} outputs do not depend on the input")
 
 
 def _apart(tangent: TangentModel, f: Tensor, x: Any) -> float:
@@ -73,7 +71,7 @@ def likelihood_checks(
     yield from found
     if not any(finding.severity in ("error", "warning") for finding in found):
         shape = "(n, " + "".join(f"{s}, " for s in f.shape[1:])[:-2] + ")"
-        yield Finding("ok", "likelihood", f"outputs {shape} and targets suit {likelihood.name}")
+        yield ok(f"likelihood: outputs {shape} and targets suit {likelihood.name}")
 
 
 def _link(tangent: TangentModel, likelihood: Likelihood, outputs: Tensor, x: Any) -> Iterator[Finding]:
@@ -81,13 +79,12 @@ def _link(tangent: TangentModel, likelihood: Likelihood, outputs: Tensor, x: Any
     f = flat_outputs(outputs)
     sure, words = applied(tangent, likelihood, f, x)
     if words:
-        yield Finding("error" if sure else "warning", "likelihood", words)
+        yield (error if sure else warning)(f"likelihood: {words}")
     elif likelihood.response == "softmax" and not likelihood.quadratic and f.shape[-1] > 1 and _log_softmax(f):
-        message = (
-            "the outputs are log-probabilities (log_softmax is applied); curvature and evidence are the same, but "
-            "link='probit' sees other variances: prefer logits, the default link, or link='probit_centered'"
+        yield note(
+            "likelihood: the outputs are log-probabilities (log_softmax is applied); curvature and evidence are the "
+            "same, but link='probit' sees other variances: prefer logits, the default link, or link='probit_centered'"
         )
-        yield Finding("note", "likelihood", message)
 
 
 def _log_softmax(f: Tensor) -> bool:
@@ -97,16 +94,18 @@ def _log_softmax(f: Tensor) -> bool:
 def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Excerpt) -> Iterator[Finding]:
     for f, (_, y) in zip(outputs, sample.spread, strict=True):
         if not isinstance(y, Tensor):
-            yield Finding("error", "targets", f"targets must be a tensor, got {type(y).__name__}")
+            yield error(f"targets: targets must be a tensor, got {type(y).__name__}")
             return
         if y.ndim == 0 or y.shape[0] != f.shape[0]:
-            message = f"the model gives {len(f)} outputs for targets of shape {tuple(y.shape)}; batch sizes must agree"
-            yield Finding("error", "targets", message)
+            yield error(
+                f"targets: the model gives {len(f)} outputs for targets of shape {tuple(y.shape)}; batch sizes must "
+                "agree"
+            )
             return
         try:
             likelihood.validate(flat_outputs(f), flat_targets(f, y))
-        except LapwingError as error:
-            yield Finding("error", "targets", f"{error}{likelihood.target_hint(f, y)}")
+        except LapwingError as refusal:
+            yield error(f"targets: {refusal}{likelihood.target_hint(f, y)}")
             return
     yield from _every_label(likelihood, outputs[0], sample)
 
@@ -118,10 +117,10 @@ def _every_label(likelihood: Likelihood, f: Tensor, sample: Excerpt) -> Iterator
         rows = flat_targets(f.new_empty(len(every), *f.shape[1:-1], 0), every)
         try:
             likelihood.validate(flat_outputs(f)[:1].expand(len(rows), -1).to(every.device), rows)
-        except LapwingError as error:
-            yield Finding("error", "targets", str(error))
+        except LapwingError as refusal:
+            yield error(f"targets: {refusal}")
             return
     seen = every if every is not None else torch.cat([y.reshape(-1) for _, y in sample.spread])
-    note = likelihood.target_note(seen.reshape(-1), f.shape[-1])
-    if note:
-        yield Finding("note", "targets", note)
+    said = likelihood.target_note(seen.reshape(-1), f.shape[-1])
+    if said:
+        yield note(f"targets: {said}")

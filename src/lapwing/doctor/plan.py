@@ -196,16 +196,16 @@ def needs_of(structure: Any, task: Task) -> Needs | None:
 
 
 def _tried(structure: Any, found: Needs, task: Task) -> Needs:
-    tried = trial.try_fit(structure, task.tangent, task.likelihood, task.factor, task.probe, task.batch)
-    found = replace(found, fit=tried.once + task.n * tried.example)
+    state, once, example, (peak, examples) = trial.try_fit(structure, task)
+    found = replace(found, fit=once + task.n * example)
     if found.grows:
         return found
-    pushed = trial.try_predict(tried.state, task.likelihood, task.batch[0], task.working)
-    memory, held = found.memory, PIECES * pushed.work + pushed.handed_out
+    thousand, work, handed_out = trial.try_predict(state, task)
+    memory, held = found.memory, PIECES * work + handed_out
     if found.by_batch:
-        fitting = HEAP * (tried.peak - found.state) * max(1.0, task.batch_size / tried.examples)
+        fitting = HEAP * (peak - found.state) * max(1.0, task.batch_size / examples)
         memory = found.state + max(fitting, max(found.factors, EVIDENCE * task.size) + found.passing)
-    return replace(found, predict=pushed.thousand, memory=max(memory, found.state + found.factors + held))
+    return replace(found, predict=thousand, memory=max(memory, found.state + found.factors + held))
 
 
 def free_memory(device: torch.device) -> int:

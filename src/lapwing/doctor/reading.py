@@ -65,14 +65,12 @@ def _of_tensors(batches: loading.TensorBatches) -> Excerpt:
         raise _empty()
 
     def take(index: list[int]) -> Batch:
-        return tree.map_tensors(lambda t: t[index], batches.inputs), tree.map_tensors(
-            lambda t: t[index], batches.targets
-        )
+        return tree.map_tensors(lambda t: t[index], (batches.inputs, batches.targets))
 
-    first = list(range(min(batches.n, batches.size, EXAMPLES)))
-    labels = batches.targets if isinstance(batches.targets, Tensor) else None
     size = min(batches.size, batches.n)
-    return Excerpt(batches.n, size, take(first), None, (take(_evenly(range(batches.n))),), labels, True)
+    labels = batches.targets if isinstance(batches.targets, Tensor) else None
+    first, spread = take(list(range(min(size, EXAMPLES)))), take(_evenly(range(batches.n)))
+    return Excerpt(batches.n, size, first, None, (spread,), labels, True)
 
 
 def _can_index(batches: Any) -> bool:
@@ -143,10 +141,8 @@ def _of_stream(batches: Iterable[Any]) -> Excerpt:
     again = next((loading.split(b) for b in iter(batches)), None)
     if again is None:
         raise InvalidValue("the data hold nothing on a second pass; give a DataLoader, or data that can be read again")
-    size = _size(heads[0])
-    n = loading.examples(batches)
     cut = tuple(_head(h) for h in heads)
-    return Excerpt(n, size, cut[0], _head(again), cut, None, False)
+    return Excerpt(loading.examples(batches), _size(heads[0]), cut[0], _head(again), cut, None, False)
 
 
 def _empty(batches: Any = None) -> InvalidValue:
@@ -188,6 +184,5 @@ def _moved(sample: Excerpt, device: torch.device) -> Excerpt:
     def move(batch: Any) -> Any:
         return None if batch is None else tuple(tree.moved(part, device) for part in batch)
 
-    return replace(
-        sample, first=move(sample.first), again=move(sample.again), spread=tuple(move(b) for b in sample.spread)
-    )
+    spread = tuple(move(batch) for batch in sample.spread)
+    return replace(sample, first=move(sample.first), again=move(sample.again), spread=spread)

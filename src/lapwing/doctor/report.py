@@ -13,6 +13,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lapwing.doctor.tangent import PASSES, SEEN
 
@@ -36,6 +37,15 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.topic}: {self.message}"
+
+    @classmethod
+    def of(cls, severity: str, text: str) -> Finding:
+        """From "topic: message"."""
+        topic, _, message = text.partition(": ")
+        return cls(severity, topic, message)
+
+
+ok, note, warning, error = (partial(Finding.of, severity) for severity in ("ok", "note", "warning", "error"))
 
 
 @dataclass(frozen=True)

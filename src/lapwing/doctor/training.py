@@ -10,7 +10,7 @@ and what is left of ḡ beside θ should be noise: a step along it, taken from h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.doctor.checks import named, plural
 from lapwing.doctor.outputs import ENOUGH
 from lapwing.doctor.reading import Batch, Excerpt
-from lapwing.doctor.report import Finding
+from lapwing.doctor.report import Finding, error, note, ok, warning
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 from lapwing.tangent.evaluating import evaluating
@@ -54,9 +54,11 @@ def slope(tangent: TangentModel, likelihood: Likelihood, batches: tuple[Batch, .
     for part in parts:
         grads, examples = torch.zeros_like(tangent.theta, dtype=torch.float64), 0
         for x, y in part:
-            log_prob, grad = log_prob_and_gradient(tangent, likelihood, x, y)
-            grads += grad.double()
-            total, examples = total + float(log_prob), examples + len(y)
+            f = tangent(x)
+            rows, targets = flat_outputs(f), flat_targets(f, y)
+            pulled = tangent.vjp(x, likelihood.gradient(rows, targets).reshape(f.shape).to(f))
+            grads += tangent.layout.flatten(pulled).double()
+            total, examples = total + float(likelihood.log_prob(rows, targets).sum()), examples + len(y)
         halves.append(grads / examples)
         count += examples
     return Slope(parts, tuple(halves), total / max(1, count), count)
@@ -91,30 +93,12 @@ def gain(tangent: TangentModel, likelihood: Likelihood, found: Slope, decay: flo
     return rise**2 / (2 * bend) if rise > 0 and bend > 0 else 0.0
 
 
-def log_prob_and_gradient(tangent: TangentModel, likelihood: Likelihood, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ log p(y | f(x, θ)) and its gradient, (p,)."""
-    value, grads = differentiated(tangent, x, lambda f: likelihood.log_prob(flat_outputs(f), flat_targets(f, y)).sum())
-    return value, tangent.layout.flatten(grads)
-
-
-def differentiated(
-    tangent: TangentModel, x: Any, objective: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """An objective of the outputs, and its gradient, by plain autograd on copies of the weights: what training does."""
-    leaves = {n: t.detach().requires_grad_() for n, t in tangent.params.items()}
-    with torch.enable_grad(), evaluating(tangent.model), plain_kernels():
-        value = objective(tangent.apply(leaves, x))
-        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-    filled = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
-    return value.detach(), dict(zip(leaves, filled, strict=True))
-
-
 def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope, sample: Excerpt) -> Iterator[Finding]:
     """Whether the network is trained: how steep the log-likelihood still is."""
     theta, mean = tangent.theta.double(), found.mean
     norm, size = float(mean.norm()), float(theta.norm())
     if not math.isfinite(norm):
-        yield Finding("error", "training", "the gradient of the log-likelihood is not finite; check weights and inputs")
+        yield error("training: the gradient of the log-likelihood is not finite; check weights and inputs")
         return
     decay = float(mean @ theta) / max(size**2, torch.finfo(torch.float64).tiny)
     precision = "" if sample.n is None else f" (prior precision {decay * sample.n:.3g} for {sample.n:,} examples)"
@@ -128,19 +112,19 @@ def training_checks(tangent: TangentModel, likelihood: Likelihood, found: Slope,
     flat = _constant_fit(likelihood, sample)
     more = gain(tangent, likelihood, found, decay)
     if flat is not None and found.log_prob < flat:
-        message = (
-            f"{what}. A constant prediction would reach {flat:.3g}: the network is not trained, or is evaluated on "
-            "other data or with another likelihood than in training; a Laplace approximation needs a minimum"
+        yield warning(
+            f"training: {what}. A constant prediction would reach {flat:.3g}: the network is not trained, or is "
+            "evaluated on other data or with another likelihood than in training; a Laplace approximation needs a "
+            "minimum"
         )
-        yield Finding("warning", "training", message)
     elif flat is not None and more is not None and more > UNTRAINED * (found.log_prob - flat):
-        message = (
-            f"{what}. One step along the gradient of half the examples would add {more:.2g} to the mean log-likelihood "
-            f"of the other half (a constant prediction: {flat:.3g}), so there is far to go to a minimum; train on"
+        yield warning(
+            f"training: {what}. One step along the gradient of half the examples would add {more:.2g} to the mean "
+            f"log-likelihood of the other half (a constant prediction: {flat:.3g}), so there is far to go to a "
+            "minimum; train on"
         )
-        yield Finding("warning", "training", message)
     else:
-        yield Finding("ok", "training", what)
+        yield ok(f"training: {what}")
 
 
 def closely_fitted(likelihood: Likelihood, found: Slope, rows: int) -> bool:
@@ -150,12 +134,11 @@ def closely_fitted(likelihood: Likelihood, found: Slope, rows: int) -> bool:
 
 def fit_checks(found: Slope) -> Iterator[Finding]:
     """That a classifier fits its training data, which the evidence does not take well."""
-    message = (
-        f"the classifier fits its training data (mean log-likelihood {found.log_prob:.2g}): tuned() then picks a prior "
-        "that is too weak, and predictions are underconfident, on the training data too; with held-out data, call "
-        "tuned(method='validation', data=held_out); without, fit with likelihood='dirichlet'"
+    yield warning(
+        f"evidence: the classifier fits its training data (mean log-likelihood {found.log_prob:.2g}): tuned() then "
+        "picks a prior that is too weak, and predictions are underconfident, on the training data too; with held-out "
+        "data, call tuned(method='validation', data=held_out); without, fit with likelihood='dirichlet'"
     )
-    yield Finding("warning", "evidence", message)
 
 
 def _constant_fit(likelihood: Likelihood, sample: Excerpt) -> float | None:
@@ -172,21 +155,20 @@ def _constant_fit(likelihood: Likelihood, sample: Excerpt) -> float | None:
 def dead_checks(tangent: TangentModel, f: Tensor, x: Any) -> Iterator[Finding]:
     """Parameters that no output depends on, by one backward pass of random cotangents."""
     u = torch.randn(f.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(f)
-    _, pulled = differentiated(tangent, x, lambda f: (f * u).sum())
+    pulled = tangent.vjp(x, u)
     silent = [n for n, g in pulled.items() if not bool(g.any())]
     if silent:
-        message = (
-            f"{named(silent)} move no output on {plural(len(f), 'example')} (unused, or behind dead units); their "
-            "posterior is the prior: freeze them with requires_grad_(False) to leave them out"
+        yield warning(
+            f"dead: {named(silent)} move no output on {plural(len(f), 'example')} (unused, or behind dead units); "
+            "their posterior is the prior: freeze them with requires_grad_(False) to leave them out"
         )
-        yield Finding("warning", "dead", message)
     units = _dead_units(tangent, {n: g for n, g in pulled.items() if n not in silent})
     if units:
         shown = [f"{n} ({k} of {m})" for n, (k, m) in units.items()]
-        message = (
-            f"units without any gradient on {plural(len(f), 'example')}: {named(shown)}; their posterior is the prior"
+        yield note(
+            f"dead: units without any gradient on {plural(len(f), 'example')}: {named(shown)}; their posterior is the "
+            "prior"
         )
-        yield Finding("note", "dead", message)
 
 
 def _dead_units(tangent: TangentModel, pulled: dict[str, Tensor]) -> dict[str, tuple[int, int]]:

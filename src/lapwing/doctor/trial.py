@@ -15,7 +15,7 @@ import copy
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lapwing import tree
 from lapwing.center import Jacobian
-from lapwing.curvature import Factor, Probe, State, accumulate
+from lapwing.curvature import State, accumulate
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
-from lapwing.curvature.cost import NEW
+from lapwing.curvature.cost import NEW, Task
 from lapwing.curvature.layered import pretend_factorized
 from lapwing.doctor.reading import Batch
-from lapwing.doctor.training import log_prob_and_gradient
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import condition
 from lapwing.predictive import predict
@@ -122,7 +121,7 @@ def counted(run: Callable[[], Any], known: Iterable[Tensor]) -> tuple[int, Any]:
 def gradient_seconds(tangent: TangentModel, likelihood: Likelihood, batch: Batch) -> float:
     """Of one example, in a batch like this one, as in training: on a twin of the model, where it can be copied."""
     x, y = batch
-    run: Callable[[], Any] = partial(log_prob_and_gradient, tangent, likelihood, x, y)
+    run: Callable[[], Any] = partial(tangent.vjp, x, torch.ones_like(tangent(x)))
 
     def plainly() -> Any:
         with torch.enable_grad():
@@ -163,36 +162,23 @@ def jacobian_seconds(tangent: TangentModel, batch: Batch) -> tuple[float, float]
 # -- a fit ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FitTrial:
-    """What a short fit took."""
-
-    state: State
-    once: float  # seconds that a fit takes beside its batches
-    example: float  # seconds of an example in a batch
-    peak: int  # bytes of a fit of one batch of `examples`
-    examples: int
-
-
-def try_fit(
-    structure: Any, tangent: TangentModel, likelihood: Likelihood, factor: Factor, seen: Probe, batch: Batch
-) -> FitTrial:
-    """Fit a batch, or as much of it as there is time for."""
+def try_fit(structure: Any, task: Task) -> tuple[State, float, float, tuple[int, int]]:
+    """Fit a batch, or as much of it as there is time for: the state, the seconds that a fit takes beside its batches
+    and those of an example in a batch, and the bytes of a fit of one batch, with how many examples that had."""
+    tangent, (x, y) = task.tangent, task.batch
 
     def fit(some: Batch, batches: int) -> State:
-        here = replace(seen, n=batches * len(some[1]))
-        return accumulate(structure, tangent, likelihood, [some] * batches, factor, seen=here)
-
-    x, y = batch
+        here = replace(task.probe, n=batches * len(some[1]))
+        return accumulate(structure, tangent, task.likelihood, [some] * batches, task.factor, seen=here)
 
     def head(n: int) -> Batch:
-        return (tree.rows_of(x, slice(0, n)), y[:n]) if n < len(y) else batch
+        return (tree.rows_of(x, slice(0, n)), y[:n]) if n < len(y) else task.batch
 
     n = len(y)
     if tangent.separable(x):
         n = _affordable(lambda n: fit(head(n), 1), min(FEW, n), n, tangent.device)
     some = head(n)
-    peak, state = counted(lambda: fit(some, 1), _known(tangent, batch))
+    peak, state = counted(lambda: fit(some, 1), _known(tangent, task.batch))
     one = seconds(lambda: fit(some, 1), tangent.device)
     many = 4 if one < QUICK / 2 else 2  # the more batches, the less a noisy clock says of one
     each = max((seconds(lambda: fit(some, many), tangent.device) - one) / (many - 1), 0.1 * one)
@@ -200,8 +186,7 @@ def try_fit(
     if n < len(y):  # what a batch costs beside its examples weighs more in a small one
         half = head(n // 2)
         each = _grown(each, seconds(lambda: fit(half, 1), tangent.device) - once, n, len(y))
-        return FitTrial(state, once, each / len(y), peak, n)
-    return FitTrial(state, once, each / n, peak, n)
+    return state, once, each / len(y), (peak, n)
 
 
 def _grown(whole: float, half: float, n: int, most: int) -> float:
@@ -221,21 +206,13 @@ def _affordable(run: Callable[[int], Any], few: int, most: int, device: torch.de
 # -- a prediction --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PredictTrial:
-    """What a short prediction took."""
-
-    thousand: float  # seconds for 1,000 inputs
-    work: int  # bytes while a piece of the inputs is run
-    handed_out: int  # bytes of what comes out, and of its copies on the way
-
-
-def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> PredictTrial:
+def try_predict(state: State, task: Task) -> tuple[float, int, int]:
     """Predict with a posterior whose eigenvectors are replaced by the identity's: they cost as much to use and
     nothing to find. Inputs are run LARGEST at a time, so no more are needed to see a piece of that size; where there
-    is no time for so many, fewer, with a budget in proportion."""
+    is no time for so many, fewer, with a budget in proportion. The seconds for 1,000 inputs, the bytes while a piece of
+    them is run, and those of what comes out, with its copies on the way."""
     pretend_factorized(state)
-    tangent = state.tangent
+    tangent, likelihood, x, budget = state.tangent, task.likelihood, task.batch[0], task.working
     prior = Gaussian(1.0).bind(state.layout, tangent.device)
     posterior = condition(state, prior, likelihood)
 
@@ -254,12 +231,12 @@ def try_predict(state: State, likelihood: Likelihood, x: Any, budget: int) -> Pr
     if cuts and n < LARGEST:
         thousand = _grown(took, seconds(lambda: run(n // 2), tangent.device), n, LARGEST) / LARGEST * NEW
     if took > n * QUICK:  # counting is slower still: a prediction's work stays within the budget
-        return PredictTrial(thousand, budget // 2, 0)
+        return thousand, budget // 2, 0
     work, each = bytes_of(n)
     if cuts and n < LARGEST:
         less, _ = bytes_of(n // 2)
         work += (work - less) * (LARGEST - n) // (n - n // 2)
-    return PredictTrial(thousand, work, 4 * each * (NEW - LARGEST))  # float64, joined, and as handed out
+    return thousand, work, 4 * each * (NEW - LARGEST)  # float64, joined, and as handed out
 
 
 def _tiled(x: Any, n: int) -> Any:

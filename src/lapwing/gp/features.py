@@ -73,7 +73,7 @@ class Span(Structure):
         """Σ_h w_h Σ ψᵀΛ_hψ, (k, k): over coordinates z of the span, θ = θ* + z V."""
         return Full("primal").operator(state, weights)
 
-    def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], weights: int, factor: Factor) -> Kept:
+    def keeps(self, layout: tree.Layout, parts: tuple[Part, ...], terms: int, factor: Factor) -> Kept:
         """What the sums and the basis of a state must look like, by their names: files are held to it."""
         k, double = len(self.directions), torch.float64
         shapes = self.directions.shape == (k, layout.size) and self.precision.shape == (layout.size,)
@@ -83,7 +83,7 @@ class Span(Structure):
             raise InvalidValue("directions hold NaN or infinite values")
         if parts or not (0 < k <= self.anchors and 0 < self.share <= 1 + 1e-6 and bool((self.precision > 0).all())):
             raise InvalidValue(f"{k} features of {self.anchors} anchors with a share of {self.share}")
-        return {"gram": Expected(((weights, k, k),), squares=True, gram=True)}, {}
+        return {"gram": Expected(((terms, k, k),), squares=True, gram=True)}, {}
 
     def coverage(self, parts: tuple[Part, ...], tangent: TangentModel) -> dict[str, str]:
         """How each parameter is treated, in words."""
@@ -93,10 +93,10 @@ class Span(Structure):
 class FeatureSum:
     """Σ_n ψᵀ u uᵀ ψ, (h, k, k), in float64."""
 
-    def __init__(self, tangent: TangentModel, directions: Tensor, weights: int) -> None:
+    def __init__(self, tangent: TangentModel, directions: Tensor, terms: int) -> None:
         self.tangent, self.directions = tangent, directions
         k = len(directions)
-        self.gram = torch.zeros(weights, k, k, dtype=torch.float64, device=tangent.device)
+        self.gram = torch.zeros(terms, k, k, dtype=torch.float64, device=tangent.device)
 
     def forward(self, x: Any) -> Tensor:
         """The outputs f (n, ..., c) of a batch."""
@@ -107,9 +107,9 @@ class FeatureSum:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
         inner = torch.einsum("kna,nja->knj", self.features.flatten(2).double(), u.flatten(2).double())
-        weights = len(self.gram)
+        terms = len(self.gram)
         for h, total in enumerate(self.gram):
-            mine = inner[..., h::weights].flatten(1)
+            mine = inner[..., h::terms].flatten(1)
             total += mine @ mine.mT
         del self.features
 

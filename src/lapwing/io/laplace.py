@@ -46,6 +46,15 @@ from lapwing.tune import Tuning
 SCHEMA = 2
 CENTER = ("iterations", "residual", "passes")  # of a Center, beside its tensors
 SAMPLES = ("residual", "steps", "passes", "solver", "preconditioner")  # of Samples, beside theirs
+STRINGS = ("fingerprints", "coverage")  # of a State, {name: string}
+NUMBERS: dict[str, tuple[Any, ...]] = {  # of a State, as Entries.take wants them: kind, least and most
+    "likelihood": ("str",),
+    "terms": ("int", 1),
+    "paired": ("bool",),
+    "n": ("int", 1, 2**63),
+    "targets": ("int | None", 0, 2**64 - 1),
+    "lost": ("float", 0, 100),  # decimal digits
+}
 POSITIVE = ("count", "weight")  # statistics that no data leave at 0
 
 
@@ -121,30 +130,28 @@ def pack_state(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors |= {f"statistics.{k}": v for k, v in state.statistics.items()}
     tensors |= {} if state.inputs is None else {"input_sums": state.inputs}
     tensors |= {f"basis.{k}": v for k, v in state.basis.items()}
-    tensors |= {f"mask.{k}": v for k, v in state.layout.masks.items()}
-    inputs = []
+    masks, layout = pack_layout(state.layout)
+    tensors, inputs = tensors | masks, []
     for i, (x, u) in enumerate(state.batches):
         tensors[f"batch.{i}.cotangents"] = u
         inputs.append(pack_tree(x, f"batch.{i}.inputs", tensors))
     header = {
         "structure": pack_object(state.structure, "structure", "structure.", tensors),
         "factor": pack_plain(state.factor),
-        "likelihood": state.likelihood,
-        "weights": state.weights,
-        "paired": state.paired,
-        "parameters": {name: list(shape) for name, shape in state.layout.shapes.items()},
-        "masks": list(state.layout.masks),
-        "empty": list(state.layout.empty),
-        "n": state.n,
-        "targets": state.targets,
-        "lost": state.lost,
-        "fingerprints": state.fingerprints,
+        **pack_plain(state, [*NUMBERS, *STRINGS]),
+        **layout,
         "parts": [pack_plain(part) for part in state.parts],
-        "coverage": state.coverage,
         "holds_data": state.holds_data,
         "inputs": inputs,
     }
     return tensors, header
+
+
+def pack_layout(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The names and shapes of the parameters, and their masks."""
+    shapes = {name: list(shape) for name, shape in layout.shapes.items()}
+    tensors = {f"mask.{name}": mask for name, mask in layout.masks.items()}
+    return tensors, {"parameters": shapes, "masks": list(layout.masks), "empty": list(layout.empty)}
 
 
 def pack_objects(prior: Any, likelihood: Any, tuning: Tuning | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -248,24 +255,19 @@ def _state(entries: Entries, held: Tensors, layout: Layout, likelihood: Likeliho
     structure = unpack_object(entries.take("structure", "dict"), "structure", held)
     specs = [unpack_plain(Part, spec, "its part") for spec in entries.take("parts", "list")]
     parts = tuple(Part(**spec) for spec in specs)
-    weights, n = entries.take("weights", "int", 1), entries.take("n", "int", 1, 2**63)
-    sums, basis = _sums(held, structure, layout, parts, weights, factor)
+    numbers = {name: entries.take(name, *kind) for name, kind in NUMBERS.items()}
+    terms, n = numbers["terms"], numbers["n"]
+    sums, basis = _sums(held, structure, layout, parts, terms, factor)
     out = {
         "structure": structure,
         "factor": factor,
-        "likelihood": entries.take("likelihood", "str"),
-        "weights": weights,
-        "paired": entries.take("paired", "bool"),
-        "n": n,
-        "targets": entries.take("targets", "int | None", 0, 2**64 - 1),
-        "lost": float(entries.take("lost", "float", 0, 100)),  # decimal digits
-        "fingerprints": take_strings(entries, "fingerprints"),
+        **numbers,
+        **{name: take_strings(entries, name) for name in STRINGS},
         "parts": parts,
-        "coverage": take_strings(entries, "coverage"),
         "sums": sums,
         "basis": basis,
         "statistics": _statistics(held, "statistics.", likelihood, n),
-        "batches": _batches(entries, held, structure, likelihood, weights, n),
+        "batches": _batches(entries, held, structure, likelihood, terms, n),
         "inputs": _input_sums(held, n),
     }
     _check_curvature_weights(likelihood, out)
@@ -291,11 +293,11 @@ def take_strings(entries: Entries, key: str) -> dict[str, str]:
 
 
 def _sums(
-    held: Tensors, structure: Structure, layout: Layout, parts: tuple[Part, ...], weights: int, factor: Factor
+    held: Tensors, structure: Structure, layout: Layout, parts: tuple[Part, ...], terms: int, factor: Factor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Those that the structure says it keeps; a structure that does not say may keep any numbers."""
     with sound(f"its structure ({structure})"):
-        kept = structure.keeps(layout, parts, weights, factor)
+        kept = structure.keeps(layout, parts, terms, factor)
     if kept is None:
         return tuple({k: held.finite(f"{kind}.{k}") for k in held.under(f"{kind}.")} for kind in ("sums", "basis"))  # type: ignore[return-value]
     return held.expected("sums.", kept[0]), held.expected("basis.", kept[1])
@@ -316,13 +318,13 @@ def _statistics(held: Tensors, prefix: str, likelihood: Likelihood, n: int) -> d
 
 
 def _batches(
-    entries: Entries, held: Tensors, structure: Structure, likelihood: Likelihood, weights: int, n: int
+    entries: Entries, held: Tensors, structure: Structure, likelihood: Likelihood, terms: int, n: int
 ) -> tuple[tuple[Any, Tensor], ...]:
     """Inputs and cotangents, of a dual state only."""
     specs = entries.take("inputs", "list")
     if len({entries.take("holds_data", "bool"), bool(specs), structure.keeps_rows}) > 1:
         raise BrokenFile(f"it holds {len(specs)} batches of data, and its structure is {structure}")
-    columns = polarization.outputs(weights) if likelihood.paired else weights
+    columns = polarization.outputs(terms) if likelihood.paired else terms
     out, seen = [], 0
     for i, spec in enumerate(specs):
         x, u = unpack_tree(spec, held), held.finite(f"batch.{i}.cotangents")
@@ -341,12 +343,12 @@ def _batches(
 def _check_curvature_weights(likelihood: Likelihood, state: dict[str, Any]) -> None:
     """That the curvature is this likelihood's: its kind, and the number of its weights."""
     with sound("its likelihood"):
-        weights = len(likelihood.curvature_weights(state["factor"].kind))
+        terms = len(likelihood.curvature_weights(state["factor"].kind))
     if likelihood.kind != state["likelihood"] or likelihood.paired is not state["paired"]:
         raise BrokenFile(f"it holds the likelihood {likelihood.kind}, and its curvature is of {state['likelihood']}")
-    pairs = polarization.outputs(state["weights"]) if state["paired"] else 0
-    if weights not in (1, state["weights"]) or (state["paired"] and pairs * (pairs + 1) // 2 != state["weights"]):
-        raise BrokenFile(f"its likelihood has {weights} curvature weights, and its curvature {state['weights']}")
+    pairs = polarization.outputs(state["terms"]) if state["paired"] else 0
+    if terms not in (1, state["terms"]) or (state["paired"] and pairs * (pairs + 1) // 2 != state["terms"]):
+        raise BrokenFile(f"its likelihood has {terms} curvature weights, and its curvature {state['terms']}")
 
 
 def _center(
@@ -374,7 +376,7 @@ def _samples(
     k = structure.samples
     z = held.finite("samples.z", (k, layout.size), double)
     gamma = held.finite("samples.gamma", (k, groups), double)
-    squares = held.finite("samples.squares", (k, state["weights"]), double)
+    squares = held.finite("samples.squares", (k, state["terms"]), double)
     logdet = held.finite("samples.logdet", dtype=double) if entries.take("logdet", "bool") else None
     if found["solver"] != structure.solver or (logdet is not None and (logdet.ndim != 1 or len(logdet) < 2)):
         raise BrokenFile(f"its samples were not made by {structure}")

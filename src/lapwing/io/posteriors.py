@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import BrokenFile, InvalidValue
-from lapwing.io.laplace import SCHEMA, take_layout, take_strings
+from lapwing.io.laplace import SCHEMA, pack_layout, take_layout, take_strings
 from lapwing.likelihoods import Likelihood
 from lapwing.packing import Entries, Tensors, pack_object, sound, unpack_object
 from lapwing.priors import Prior
@@ -45,16 +45,15 @@ class SavedFit:
 
 def pack_fitted(fit: Any, path: Any) -> Content:
     """A posterior with its likelihood and prior, once it is seen that they could be read again."""
-    tangent, tensors = fit.tangent, {f"mask.{k}": v for k, v in fit.tangent.layout.masks.items()}
+    tangent = fit.tangent
+    tensors, layout = pack_layout(tangent.layout)
     header = {
         "schema": SCHEMA,
         "kind": "fitted",
         "posterior": pack_object(fit.posterior, "posterior", "posterior.", tensors),
         "likelihood": pack_object(fit.likelihood, "likelihood", "likelihood.", tensors),
         "prior": pack_object(fit.prior, "prior", "prior.", tensors),
-        "parameters": {name: list(shape) for name, shape in tangent.layout.shapes.items()},
-        "masks": list(tangent.layout.masks),
-        "empty": list(tangent.layout.empty),
+        **layout,
         "fingerprints": tangent.fingerprints(),
         "forward_hook": tangent.custom_forward,
         "n": fit.n,

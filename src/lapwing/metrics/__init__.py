@@ -6,10 +6,9 @@ of y (s, n, ...). Numbers are means over examples; `each=True` gives the example
 
 from lapwing.metrics.calibration import Reliability, ece, reliability
 from lapwing.metrics.joint import dyadic, joint_log_likelihood
-from lapwing.metrics.ood import auroc, fpr95
+from lapwing.metrics.ranking import SelectiveRisk, aurc, auroc, fpr95, selective_risk
 from lapwing.metrics.regression import coverage, crps, interval, pit, sharpness
 from lapwing.metrics.scores import accuracy, brier, nll, paired
-from lapwing.metrics.selective import SelectiveRisk, aurc, selective_risk
 
 __all__ = [
     "Reliability",

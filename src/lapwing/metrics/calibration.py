@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue, Unsupported
+from lapwing import given
+from lapwing.errors import InvalidValue
 from lapwing.metrics.inputs import class_probs
 from lapwing.predictive import Prediction
 
@@ -37,13 +38,7 @@ class Reliability:
 
     def plot(self) -> Any:
         """A figure of accuracy against confidence, over how many predictions are where (needs matplotlib)."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise Unsupported(
-                "reliability.plot() needs matplotlib, which is not installed; pip install 'lapwing[demo]'"
-            ) from error
-        figure = Figure(figsize=(4, 4.6), layout="constrained")
+        figure = given.figure("reliability.plot()", figsize=(4, 4.6))
         axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         axes.plot([0, 1], [0, 1], "--", color="gray", lw=1, label="calibrated")
         confidence, accuracy, count = (t.cpu().numpy() for t in (self.confidence, self.accuracy, self.count))

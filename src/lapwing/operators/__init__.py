@@ -4,20 +4,20 @@ from lapwing.operators import linalg
 from lapwing.operators.blocks import Blocks
 from lapwing.operators.dense import Dense, OuterRows
 from lapwing.operators.diagonal import Diagonal
-from lapwing.operators.eigen import EigenKronecker
-from lapwing.operators.kronecker import Kronecker
+from lapwing.operators.eigen import EigenPlusDiagonal
+from lapwing.operators.kronecker import KroneckerPlusDiagonal
 from lapwing.operators.mixed import Mixed
 from lapwing.operators.root import HeldRows, RootPlusDiagonal
-from lapwing.operators.samples import Samples, SolvePlan
-from lapwing.operators.streamed import Streamed
+from lapwing.operators.streamed import Samples, Streamed
+from lapwing.operators.system import SolvePlan
 
 __all__ = [
     "Blocks",
     "Dense",
     "Diagonal",
-    "EigenKronecker",
+    "EigenPlusDiagonal",
     "HeldRows",
-    "Kronecker",
+    "KroneckerPlusDiagonal",
     "Mixed",
     "OuterRows",
     "RootPlusDiagonal",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from lapwing.operators.memo import BlockGroups
 class Blocks:
     """Operators on the diagonal, each for its own entries of a vector."""
 
-    parts: tuple[Any, ...]  # operators
+    parts: tuple[linalg.Operator, ...]
     index: tuple[Tensor, ...]  # (p_j,) each
     memo: BlockGroups = field(default_factory=BlockGroups)  # of the index: shared by every scale and shift
 
@@ -31,7 +30,7 @@ class Blocks:
         """p."""
         return sum(len(i) for i in self.index)
 
-    def pieces(self, v: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    def pieces(self, v: Tensor) -> Iterator[tuple[linalg.Operator, Tensor]]:
         """Each operator with its entries of v (..., p)."""
         for op, index in zip(self.parts, self.index, strict=True):
             yield op, v[..., index]

@@ -109,11 +109,6 @@ def _(op: Diagonal, b: Tensor) -> Tensor:
     return b / op.dense().detach()
 
 
-@linalg.logdet.register
-def _(op: Diagonal) -> Tensor:
-    return op.logdet()
-
-
 @linalg.draw.register
 def _(op: Diagonal, n: int, generator: torch.Generator) -> Tensor:
     return linalg.standard_normal((n, op.size), generator, op.values) / op.dense().detach().sqrt()
@@ -124,16 +119,11 @@ def _(op: Diagonal, rows: Tensor) -> Tensor:
     return torch.einsum("nap,p,nbp->nab", rows, 1 / op.dense().detach(), rows)
 
 
-@linalg.diagonal.register
-def _(op: Diagonal) -> Tensor:
-    return op.dense()
-
-
 @linalg.to_dense.register
 def _(op: Diagonal) -> Tensor:
     return op.dense().diag()
 
 
-@linalg.is_diagonal.register
-def _(op: Diagonal) -> bool:
-    return True
+linalg.logdet.register(Diagonal, Diagonal.logdet)
+linalg.diagonal.register(Diagonal, Diagonal.dense)
+linalg.is_diagonal.register(Diagonal, lambda op: True)

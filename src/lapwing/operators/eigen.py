@@ -21,7 +21,7 @@ from lapwing.operators.diagonal import Diagonal, shifted
 
 
 @dataclass(frozen=True, eq=False)
-class EigenKronecker:
+class EigenPlusDiagonal:
     """M = (U_B ⊗ U_A) diag(v) (U_B ⊗ U_A)ᵀ + diag(d), for each block b."""
 
     values: Tensor  # v (b, o, i), not negative
@@ -69,50 +69,50 @@ class EigenKronecker:
 
 
 @linalg.scale.register
-def _(op: EigenKronecker, s: Tensor) -> EigenKronecker:
+def _(op: EigenPlusDiagonal, s: Tensor) -> EigenPlusDiagonal:
     return replace(op, values=op.values * s, diag=None if op.diag is None else linalg.scale(op.diag, s))
 
 
-linalg.shift.register(EigenKronecker, shifted)
+linalg.shift.register(EigenPlusDiagonal, shifted)
 
 
 @linalg.mv.register
-def _(op: EigenKronecker, v: Tensor) -> Tensor:
+def _(op: EigenPlusDiagonal, v: Tensor) -> Tensor:
     out = op.rotate_back(op.values * op.rotate(op.matrices(v))).reshape(v.shape)
     return out if op.diag is None else out + op.diag.dense() * v
 
 
 @linalg.solve.register
-def _(op: EigenKronecker, b: Tensor) -> Tensor:
+def _(op: EigenPlusDiagonal, b: Tensor) -> Tensor:
     return op.rotate_back(op.rotate(op.matrices(b)) / op.precision).reshape(b.shape)
 
 
 @linalg.logdet.register
-def _(op: EigenKronecker) -> Tensor:
+def _(op: EigenPlusDiagonal) -> Tensor:
     return op.shifted.log().sum()
 
 
 @linalg.draw.register
-def _(op: EigenKronecker, n: int, generator: torch.Generator) -> Tensor:
+def _(op: EigenPlusDiagonal, n: int, generator: torch.Generator) -> Tensor:
     noise = op.matrices(linalg.standard_normal((n, op.size), generator, op.ub))
     return op.rotate_back(noise * op.precision.rsqrt()).reshape(n, op.size)
 
 
 @linalg.covariance.register
-def _(op: EigenKronecker, rows: Tensor) -> Tensor:
+def _(op: EigenPlusDiagonal, rows: Tensor) -> Tensor:
     half = (op.rotate(op.matrices(rows)) * op.precision.rsqrt()).flatten(2)
     return half @ half.mT
 
 
 @linalg.diagonal.register
-def _(op: EigenKronecker) -> Tensor:
+def _(op: EigenPlusDiagonal) -> Tensor:
     out = op.ub.square() @ op.values
     out = (out if op.ua is None else out @ op.ua.square().mT).reshape(-1)
     return out if op.diag is None else out + op.diag.dense()
 
 
 @linalg.to_dense.register
-def _(op: EigenKronecker) -> Tensor:
+def _(op: EigenPlusDiagonal) -> Tensor:
     b, o, i = op.values.shape
     ua = torch.eye(i, dtype=op.ub.dtype, device=op.ub.device).expand(b, i, i) if op.ua is None else op.ua
     u = torch.einsum("bop,bij->boipj", op.ub, ua).reshape(b, o * i, o * i)

@@ -27,7 +27,7 @@ from lapwing.operators.memo import KroneckerFactors
 
 
 @dataclass(frozen=True, eq=False)
-class Kronecker:
+class KroneckerPlusDiagonal:
     """M = s·B ⊗ A + diag(d), for each block b."""
 
     a: Tensor  # (b, i, i) or (b, i)
@@ -206,15 +206,15 @@ class Kronecker:
 
 
 @linalg.scale.register
-def _(op: Kronecker, s: Tensor) -> Kronecker:
+def _(op: KroneckerPlusDiagonal, s: Tensor) -> KroneckerPlusDiagonal:
     return replace(op, factor=op.factor * s, diag=None if op.diag is None else linalg.scale(op.diag, s))
 
 
-linalg.shift.register(Kronecker, shifted)
+linalg.shift.register(KroneckerPlusDiagonal, shifted)
 
 
 @linalg.mv.register
-def _(op: Kronecker, v: Tensor) -> Tensor:
+def _(op: KroneckerPlusDiagonal, v: Tensor) -> Tensor:
     w = op.matrices(v)
     out = op.b @ (w * op.inputs.unsqueeze(-2) if op.a.ndim == 2 else w @ op.inputs)
     out = (op.factor * out).reshape(v.shape)
@@ -222,13 +222,13 @@ def _(op: Kronecker, v: Tensor) -> Tensor:
 
 
 @linalg.solve.register
-def _(op: Kronecker, b: Tensor) -> Tensor:
+def _(op: KroneckerPlusDiagonal, b: Tensor) -> Tensor:
     scaling = op.scaling()
     return (scaling * op.rotate_back(op.rotate(scaling * op.matrices(b)) / op.precision)).reshape(b.shape)
 
 
 @linalg.logdet.register
-def _(op: Kronecker) -> Tensor:
+def _(op: KroneckerPlusDiagonal) -> Tensor:
     op.pattern  # noqa: B018 - raises for a shift that cannot be absorbed
     assert op.diag is not None
     if op.diag.single:
@@ -238,26 +238,26 @@ def _(op: Kronecker) -> Tensor:
 
 
 @linalg.draw.register
-def _(op: Kronecker, n: int, generator: torch.Generator) -> Tensor:
+def _(op: KroneckerPlusDiagonal, n: int, generator: torch.Generator) -> Tensor:
     noise = op.matrices(linalg.standard_normal((n, op.size), generator, op.b))
     return (op.scaling() * op.rotate_back(noise * op.precision.rsqrt())).reshape(n, op.size)
 
 
 @linalg.covariance.register
-def _(op: Kronecker, rows: Tensor) -> Tensor:
+def _(op: KroneckerPlusDiagonal, rows: Tensor) -> Tensor:
     half = (op.rotate(op.scaling() * op.matrices(rows)) * op.precision.rsqrt()).flatten(2)
     return half @ half.mT
 
 
 @linalg.diagonal.register
-def _(op: Kronecker) -> Tensor:
+def _(op: KroneckerPlusDiagonal) -> Tensor:
     a = op.input_squares
     out = op.factor * (op.b.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * a.unsqueeze(-2)).reshape(-1)
     return out if op.diag is None else out + op.diag.dense()
 
 
 @linalg.to_dense.register
-def _(op: Kronecker) -> Tensor:
+def _(op: KroneckerPlusDiagonal) -> Tensor:
     a = torch.diag_embed(op.inputs) if op.a.ndim == 2 else op.inputs
     out = op.factor * torch.block_diag(*[torch.kron(b, a) for b, a in zip(op.b, a, strict=True)])
     return out if op.diag is None else out + op.diag.dense().diag()

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +37,34 @@ from torch import Tensor
 from lapwing.errors import LapwingWarning, NotPositiveDefinite, Unsupported
 from lapwing.solvers import Estimate
 
+if TYPE_CHECKING:
+    from lapwing.operators.diagonal import Diagonal
 
-def verb(function: Callable[..., Any]) -> Any:
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class Operator(Protocol):
+    """A symmetric matrix M (p, p) that knows its structure; what it can do is registered for its type."""
+
+    @property
+    def size(self) -> int:
+        """p."""
+
+
+class Verb(Protocol[P, R]):
+    """A function that is dispatched on the type of its first argument."""
+
+    registry: Mapping[type, Callable[..., Any]]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """What the rule for the first argument's type gives."""
+
+    def register(self, rule: Any, function: Callable[..., Any] | None = None) -> Any:
+        """Add a rule, for the type that its first argument is annotated with, or for one that is given."""
+
+
+def verb(function: Callable[P, R]) -> Verb[P, R]:
     """A function dispatched on its first argument, whose default says which operators have a rule."""
     name = function.__name__
 
@@ -49,99 +75,99 @@ def verb(function: Callable[..., Any]) -> Any:
             f"Use one of those, or register one with linalg.{name}.register"
         )
 
-    generic = functools.singledispatch(functools.wraps(function)(missing))
+    generic: Any = functools.singledispatch(functools.wraps(function)(missing))
     return generic
 
 
 @verb
-def mv(op: Any, v: Tensor) -> Tensor:  # type: ignore[empty-body]
+def mv(op: Operator, v: Tensor) -> Tensor:  # type: ignore[empty-body]
     """M v for v (..., p)."""
 
 
 @verb
-def scale(op: Any, s: Tensor) -> Any:
+def scale(op: Operator, s: Tensor) -> Any:
     """s·M, which shares the factorizations of M; s is 0-dim."""
 
 
 @verb
-def shift(op: Any, d: Any) -> Any:
+def shift(op: Operator, d: Diagonal) -> Any:
     """M + diag(d), d a Diagonal."""
 
 
 @verb
-def solve(op: Any, b: Tensor) -> Tensor:  # type: ignore[empty-body]
+def solve(op: Operator, b: Tensor) -> Tensor:  # type: ignore[empty-body]
     """M⁻¹ b for b (..., p)."""
 
 
 @verb
-def logdet(op: Any) -> Tensor:  # type: ignore[empty-body]
+def logdet(op: Operator) -> Tensor:  # type: ignore[empty-body]
     """log|M|, 0-dim, differentiable in s and d."""
 
 
 @verb
-def draw(op: Any, n: int, generator: torch.Generator) -> Tensor:  # type: ignore[empty-body]
+def draw(op: Operator, n: int, generator: torch.Generator) -> Tensor:  # type: ignore[empty-body]
     """n samples of N(0, M⁻¹), (n, p)."""
 
 
 @verb
-def covariance(op: Any, rows: Any) -> Tensor:  # type: ignore[empty-body]
+def covariance(op: Operator, rows: Any) -> Tensor:  # type: ignore[empty-body]
     """X M⁻¹ Xᵀ for each example: X (n, c, p) gives (n, c, c)."""
 
 
 @verb
-def diagonal(op: Any) -> Tensor:  # type: ignore[empty-body]
+def diagonal(op: Operator) -> Tensor:  # type: ignore[empty-body]
     """diag(M), (p,)."""
 
 
 @verb
-def to_dense(op: Any) -> Tensor:  # type: ignore[empty-body]
+def to_dense(op: Operator) -> Tensor:  # type: ignore[empty-body]
     """M, (p, p)."""
 
 
 @functools.singledispatch
-def logdet_slope(op: Any) -> Tensor:
+def logdet_slope(op: Operator) -> Tensor:
     """log|M| but for a constant: as differentiable, and cheaper where the value of log|M| costs more than its slope."""
     return logdet(op)
 
 
 @functools.singledispatch
-def is_diagonal(op: Any) -> bool:
+def is_diagonal(op: Operator) -> bool:
     """Whether M is known to be diagonal, so that diag(M) is all of it."""
     return False
 
 
 @functools.singledispatch
-def log_determinant(op: Any) -> Estimate | None:
+def log_determinant(op: Operator) -> Estimate | None:
     """log|M| with its standard error, where it is an estimate; None where it is exact."""
     return None
 
 
 @functools.singledispatch
-def by_samples(op: Any) -> bool:
+def by_samples(op: Operator) -> bool:
     """Whether M⁻¹ is known by samples of N(0, M⁻¹) alone."""
     return False
 
 
 @functools.singledispatch
-def kept_draws(op: Any, n: int) -> Tensor | None:
+def kept_draws(op: Operator, n: int) -> Tensor | None:
     """The first n samples of N(0, M⁻¹) that predictions are made from, (n, p); None where so many are not kept."""
     return None
 
 
 @functools.singledispatch
-def gathered(op: Any) -> Any:
+def gathered(op: Operator) -> Any:
     """M with all that is spread over ranks on each of them."""
     return op
 
 
 @functools.singledispatch
-def jitter(op: Any) -> float:
+def jitter(op: Operator) -> float:
     """What the Cholesky factors so far had to add to the diagonal (0 unless a warning said so)."""
     return 0.0
 
 
 @functools.singledispatch
-def traces(op: Any, groups: Any) -> Tensor:
+def traces(op: Operator, groups: Diagonal) -> Tensor:
     """Σ_{i in g} M_ii / unit_i for the groups of a Diagonal, (g,)."""
     return groups.sums(diagonal(op) if groups.unit is None else diagonal(op) / groups.unit)
 

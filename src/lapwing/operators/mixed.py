@@ -26,6 +26,11 @@ class Mixed:
     values: Tensor  # L (a, b)
     copies: int = 1  # m / a
 
+    @property
+    def size(self) -> int:
+        """m."""
+        return self.copies * len(self.values)
+
 
 @linalg.verb
 def half(w: Any, u: Tensor) -> Tensor:  # type: ignore[empty-body]

@@ -29,7 +29,6 @@ from torch import Tensor
 from lapwing.distributed import ALONE, Ranks
 from lapwing.operators import linalg
 from lapwing.operators.diagonal import Diagonal
-from lapwing.operators.samples import Remembered, Samples
 from lapwing.operators.system import OTHERS_VECTORS, System
 from lapwing.solvers import Estimate, Solution, slq
 from lapwing.solvers.estimate import FEWEST, mean_of
@@ -38,6 +37,45 @@ from lapwing.solvers.noise import generator_of
 
 LANCZOS_VECTORS = 64  # that Lanczos keeps for each probe, where the memory budget has room for them
 WORK_VECTORS = 10  # others that it holds for each
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Draws of N(0, M⁻¹) at t = 1, what they say of γ, and how well they were solved for."""
+
+    z: Tensor = field(repr=False)  # (k, p): of k samples that are spread over ranks, this rank's
+    gamma: Tensor = field(repr=False)  # z_gᵀ(Gz)_g, (k, g)
+    squares: Tensor = field(repr=False)  # ‖R_h z‖², (k, h)
+    residual: float  # the largest ‖b − M z‖ / ‖RᵀW^½ e‖, in the unit of D
+    steps: int
+    passes: int
+    solver: str
+    preconditioner: str
+    ranks: Ranks = ALONE  # that the samples are spread over
+
+    @property
+    def dimension(self) -> Estimate:
+        """γ in all, with its standard error."""
+        return mean_of(self.gamma.sum(-1))
+
+    def share(self, ranks: Ranks) -> Tensor:
+        """Those of this rank, of samples that are to be spread over ranks, or are."""
+        return self.z[ranks.share(len(self.z))] if self.ranks.alone else self.z
+
+    def __repr__(self) -> str:
+        return (
+            f"{len(self.gamma)} samples by {self.solver} (preconditioner {self.preconditioner}): {self.steps} steps, "
+            f"{self.passes} passes over the data, residual {self.residual:.2g}"
+        )
+
+
+@dataclass(eq=False)
+class Remembered:
+    """Of R: the base noise, and what belongs to the last W and D, under a name for them."""
+
+    noise: Tensor | None = None  # R_hᵀ e of this rank's samples, (h, k, p)
+    samples: tuple[Any, Samples, Diagonal] | None = None  # with D
+    logdet: tuple[Any, Estimate] | None = None  # log|M| at t = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,11 +316,7 @@ def _(op: Streamed) -> Tensor:
 
 linalg.log_determinant.register(Streamed, lambda op: op.log_determinant)
 linalg.gathered.register(Streamed, Streamed.gathered)
-
-
-@linalg.by_samples.register
-def _(op: Streamed) -> bool:
-    return True
+linalg.by_samples.register(Streamed, lambda op: True)
 
 
 @linalg.kept_draws.register

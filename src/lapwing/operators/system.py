@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue, NotConverged, Unsupported
 from lapwing.operators import linalg
 from lapwing.operators.diagonal import Diagonal
-from lapwing.operators.samples import SolvePlan
 from lapwing.solvers import Solution, cg
 from lapwing.solvers.product import Product
 from lapwing.solvers.sgd import sgd
@@ -28,6 +27,19 @@ from lapwing.solvers.sgd import sgd
 OWN_VECTORS = 20  # that a solve holds for each column of this rank's own
 OTHERS_VECTORS = 4  # and for each column of other ranks
 LEAST_MINIBATCHES = 64  # of a round of SGD, which is of whole passes
+
+
+@dataclass(frozen=True)
+class SolvePlan:
+    """How solves are made."""
+
+    samples: int
+    solver: str  # "cg" or "sgd"
+    preconditioner: str  # its name
+    tolerance: float  # of ‖b − M x‖ / ‖b‖, in the unit of D; for samples of the data's part of b
+    max_steps: int  # of CG or Lanczos, or passes' worth of minibatches
+    seed: int
+    memory_budget: int
 
 
 class Root(Protocol):
@@ -71,7 +83,7 @@ class System:
 
     root: Root | None  # None where the data are not at hand: then only what is remembered can be had
     weights: Tensor  # W by column, (h,)
-    near: Any  # Ĝ, an operator near RᵀWR
+    near: linalg.Operator  # Ĝ, near RᵀWR
     plan: SolvePlan
     diag: Diagonal | None = None  # D; the verbs that need M⁻¹ need it
 
@@ -101,7 +113,7 @@ class System:
         return self.precision().dense()
 
     @cached_property
-    def close(self) -> tuple[Any, str]:
+    def close(self) -> tuple[linalg.Operator, str]:
         """P = Ĝ + D and its name; where Ĝ cannot absorb D exactly (a Kronecker product and one precision a weight), its
         diagonal does."""
         found = linalg.shift(self.near, self.precision())

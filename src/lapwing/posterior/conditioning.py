@@ -19,7 +19,7 @@ from lapwing.priors import Prior
 def curvature(state: State, likelihood: Likelihood) -> Any:
     """G = Σ_g w_g G_g as an operator; one weight (one noise for all outputs) serves every G_g."""
     weights = likelihood.curvature_weights(state.factor.kind).to(state.tangent.device)
-    return state.structure.operator(state, weights.expand(state.weights) if len(weights) == 1 else weights)
+    return state.structure.operator(state, weights.expand(state.terms) if len(weights) == 1 else weights)
 
 
 def placed(prior: Prior, state: State) -> Prior:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.operators import Blocks, Diagonal, Kronecker, linalg
+from lapwing.operators import Blocks, Diagonal, KroneckerPlusDiagonal, linalg
 from lapwing.operators.memo import Grouping
 from lapwing.priors.gaussian import Gaussian
 from lapwing.tree import Layout, layer_of
@@ -143,7 +143,7 @@ def _of_block(op: Any, floor: float, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @_of_block.register
-def _(op: Kronecker, floor: float, eps: float) -> tuple[Tensor, Tensor]:
+def _(op: KroneckerPlusDiagonal, floor: float, eps: float) -> tuple[Tensor, Tensor]:
     e, dead_e = _raised(op.input_squares.detach(), floor, eps)  # (b, i)
     u, dead_u = _raised(op.b.detach().diagonal(dim1=-2, dim2=-1), floor, eps)  # (b, o)
     h = op.factor.detach() * u.unsqueeze(-1) * e.unsqueeze(-2)

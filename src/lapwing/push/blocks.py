@@ -81,7 +81,7 @@ def _generic(precision: Blocks, at: At) -> dict[Part, Any]:
 def _by_rows(generic: dict[Part, Any], at: At, x: Any, u: Tensor) -> Tensor:
     names, sizes = tuple(part.name for part in generic), [part.size for part in generic]
     out = []
-    for piece, cotangent in at.tangent.pieces(x, u, 16 * u.shape[1] * sum(sizes), at.budget // 4):
+    for piece, cotangent in at.tangent.pieces(x, u, at.budget // 4 // max(1, 16 * u.shape[1] * sum(sizes))):
         rows = at.tangent.pulled(piece, cotangent, names).to(torch.float64).split(sizes, -1)
         terms = [linalg.covariance(op, r) for op, r in zip(generic.values(), rows, strict=True)]
         out.append(torch.stack(terms).sum(0))

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature.parts import Part
-from lapwing.operators import Kronecker
+from lapwing.operators import KroneckerPlusDiagonal
 from lapwing.push.basis import Diagonalized, in_basis, rotated
 
 
 @in_basis.register
-def _(op: Kronecker, part: Part, view: Any, g: Tensor) -> Diagonalized:
+def _(op: KroneckerPlusDiagonal, part: Part, view: Any, g: Tensor) -> Diagonalized:
     _, ua, _, ub = op.decomposition
     if op.diag is not None and not op.diag.uniform:
         u, e = (t.rsqrt().to(g) for t in op.separated)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lapwing import given
 from lapwing.data import as_batches, passes
 from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
 from lapwing.tree import layer_of
@@ -101,16 +102,10 @@ class Comparison:
 
     def plot(self) -> Any:
         """A figure of the evidences, and of held-out NLL against them where there is one (needs matplotlib)."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise Unsupported(
-                "comparison.plot() needs matplotlib, which is not installed; pip install 'lapwing[demo]'"
-            ) from error
         if any(row.log_evidence is None for row in self.rows):
             raise Unsupported("comparison.plot() is of evidences, and some of these have none; plot their held-out NLL")
         held = all(row.nll is not None for row in self.rows)
-        figure = Figure(figsize=(10 if held else 5, 0.4 * len(self.rows) + 2), layout="constrained")
+        figure = given.figure("comparison.plot()", figsize=(10 if held else 5, 0.4 * len(self.rows) + 2))
         axes = figure.subplots(1, 2 if held else 1, squeeze=False)[0]
         axes[0].barh([r.name for r in self.rows], [r.difference or 0.0 for r in self.rows], color="#0072B2")
         axes[0].invert_yaxis()

@@ -1,6 +1,5 @@
 """The tangent model of a network."""
 
-from lapwing.tangent.linearize import linearize
-from lapwing.tangent.model import TangentModel
+from lapwing.tangent.model import TangentModel, linearize
 
 __all__ = ["TangentModel", "linearize"]

@@ -55,12 +55,11 @@ def output_shape(tangent: TangentModel, x: Any) -> tuple[int, int]:
     return known[key]
 
 
-def pieces(tangent: TangentModel, x: Any, u: Tensor, bytes_each: int, budget: int) -> Iterator[tuple[Any, Tensor]]:
-    """A batch and its cotangents u (n, ...) in pieces of examples of bytes_each within the budget."""
-    n, size = len(u), max(1, budget // max(1, bytes_each))
-    if size >= n or not tangent.separable(x):
-        yield x, u
+def pieces(tangent: TangentModel, x: Any, y: Tensor, size: int) -> Iterator[tuple[Any, Tensor]]:
+    """A batch and its targets or cotangents y (n, ...) in pieces of at most `size` examples, where it can be cut."""
+    if len(y) <= size or not tangent.separable(x):
+        yield x, y
         return
-    for start in range(0, n, size):
+    for start in range(0, len(y), size):
         index = slice(start, start + size)
-        yield tree.rows_of(x, index), u[index]
+        yield tree.rows_of(x, index), y[index]

@@ -42,10 +42,7 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
     elif isinstance(subset, Sequence) and not isinstance(subset, str):
         chosen = _globs(subset, named)
     else:
-        raise InvalidValue(
-            "subset must be 'all', 'last_layer', a list of globs, {name: mask} or one bool vector; "
-            f"got {type(subset).__name__} {subset!r}"
-        )
+        raise no_subset(subset)
     bad = [name for name in chosen if not named[name].is_floating_point()]
     if bad:
         raise InvalidValue(f"parameters {bad} are not floating point; leave them out of the subset")
@@ -56,6 +53,14 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
         shapes={name: p.shape for name, p in named.items() if name in chosen and name not in empty},
         masks={name: mask for name, mask in chosen.items() if mask is not None},
         empty=empty,
+    )
+
+
+def no_subset(given: Any) -> InvalidValue:
+    """The error that something says of no parameters whether they are selected."""
+    return InvalidValue(
+        "subset must be 'all', 'last_layer', a list of globs, {name: mask} or one bool vector; "
+        f"got {type(given).__name__} {given!r}"
     )
 
 

@@ -23,7 +23,11 @@ DRAWS = 4000
 
 
 def check_operator(
-    op: Any, dense: Tensor | None = None, shifts: tuple[str, ...] = KINDS, groups: Tensor | None = None, seed: int = 0
+    op: linalg.Operator,
+    dense: Tensor | None = None,
+    shifts: tuple[str, ...] = KINDS,
+    groups: Tensor | None = None,
+    seed: int = 0,
 ) -> None:
     """Hold an operator, without a shift, to the laws of `operators.linalg`, or raise BrokenLaw.
 
@@ -52,13 +56,13 @@ def check_operator(
 class OperatorCase:
     """H as it came and densely, (p, p), the groups (p,), and where numbers come from."""
 
-    original: Any
+    original: linalg.Operator
     dense: Tensor
     groups: Tensor
     seed: int
 
     @property
-    def op(self) -> Any:
+    def op(self) -> linalg.Operator:
         """A copy that holds no factorization of another law."""
         return copy.deepcopy(self.original)
 

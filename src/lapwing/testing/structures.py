@@ -65,7 +65,7 @@ def check_structure(
         _sums(law, la, fit, x, y, adds)
         _follows(law, la, model, x)
         with law("its operator keeps the laws of operators"):
-            weights = la.likelihood.curvature_weights(la.state.factor.kind).expand(la.state.weights)
+            weights = la.likelihood.curvature_weights(la.state.factor.kind).expand(la.state.terms)
             check_operator(la.state.structure.operator(la.state, weights), _kept(la), shifts, _layers(la), seed)
         _file(law, la, model, x)
 

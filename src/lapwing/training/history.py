@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing import given
 from lapwing.curvature import State
-from lapwing.errors import Unsupported
 from lapwing.evidence import effective_dimension, log_evidence
 from lapwing.likelihoods import Likelihood
 from lapwing.priors import Prior
@@ -94,13 +94,7 @@ class History:
 
     def plot(self) -> Any:
         """A figure of evidence and fit, effective dimension and hyperparameters over epochs (needs matplotlib)."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise Unsupported(
-                "history.plot() needs matplotlib, which is not installed; pip install 'lapwing[demo]'"
-            ) from error
-        figure = Figure(figsize=(11, 3.2), layout="constrained")
+        figure = given.figure("history.plot()", figsize=(11, 3.2))
         fit, dimension, values = figure.subplots(1, 3)
         epochs = [r.epoch for r in self.records]
         fit.plot(epochs, [r.log_evidence for r in self.records], "o-", color="#0072B2", label="log evidence")

@@ -11,8 +11,7 @@
 
 Every `every` epochs after `burn_in`, one pass accumulates the curvature G at the current weights; with G fixed, steps
 by gradient on (log λ, log σ) climb the evidence at those weights (`climb.py`); training goes on under the new A. The
-weights are no mode then, only on their way to one, so early evidences are low. Hyperparameters of the network itself
-follow `network.py`.
+weights are no mode then, only on their way to one, so early evidences are low.
 
 A. Immer, M. Bauer, V. Fortuin, G. Rätsch, M. E. Khan. Scalable marginal likelihood estimation for model selection in
 deep learning. ICML 2021.
@@ -36,8 +35,7 @@ from lapwing.data import as_batches
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.likelihoods import Likelihood
 from lapwing.priors import Gaussian
-from lapwing.training import network
-from lapwing.training.climb import climb, finite
+from lapwing.training.climb import climb, finite, matched, move, shown, weights_beside
 from lapwing.training.history import EvidenceRecord, History, recorded
 from lapwing.training.loss import TrainingLoss, begin
 from lapwing.training.snapshot import Snapshot, copied, loaded, plain, restored
@@ -87,8 +85,8 @@ class OnlineEvidence:
         self.fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
         self.hyper_lr, self.probes = hyper_lr, probes
         self.data = as_batches(loader)
-        self.names = network.matched(model, hyperparameters)
-        self.subset = network.weights_beside(model, self.names)
+        self.names = matched(model, hyperparameters)
+        self.subset = weights_beside(model, self.names)
         self.settings = {"structure": structure, "factor": factor, "subset": self.subset, "forward": forward}
         self.epoch = 0
         self.best: Snapshot | None = None
@@ -129,7 +127,7 @@ class OnlineEvidence:
         la = self._fitted()
         bounds = box(la.state, self.prior, self.given, self.fixed)
         prior, likelihood, at_bound = climb(la.state, self.prior, self.likelihood, bounds, self.steps, self.lr)
-        also = network.shown(self.model, self.names, {*prior.hyperparameters, *likelihood.hyperparameters})
+        also = shown(self.model, self.names, {*prior.hyperparameters, *likelihood.hyperparameters})
         record = recorded(epoch, la.state, prior, likelihood, len(at_bound), loss, also)
         value = finite(record.log_evidence, [*bounds.start])
         if self.best is None or value > self.best.log_evidence:
@@ -137,7 +135,7 @@ class OnlineEvidence:
         if self.names:
             draws = torch.Generator().manual_seed(self.epoch)
             slope = surrogate(la.state, prior, likelihood, self.probes, draws)
-            network.move(self.model, self.names, slope, self.data, self.hyper_lr)
+            move(self.model, self.names, slope, self.data, self.hyper_lr)
         self.epoch, self._losses = epoch, []
         self._records.append(record)
         self._set(prior, likelihood)

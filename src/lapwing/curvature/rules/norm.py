@@ -17,8 +17,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from lapwing.curvature.rules.base import Rule, register
 
 
-class ChannelRule(Rule):
-    """Channels in dimension 1, (n, c, *positions)."""
+class ScaleRule(Rule):
+    """One block of one input for each of c channels, which stand in dimension 1, (n, c, *positions)."""
 
     def channels(self, module: Any) -> int:
         """The number of channels c."""
@@ -32,25 +32,24 @@ class ChannelRule(Rule):
         return self.channels(module), 1, 1
 
     def inputs(self, module: Any, x: Tensor, n: int) -> Tensor:
-        return self._last(self.normalized(module, x), n).unsqueeze(-1)
+        return self.last(module, self.normalized(module, x), n).unsqueeze(-1)
 
     def outputs(self, module: Any, g: Tensor, n: int) -> Tensor:
-        folded = g.flatten(0, 1)
-        return self._last(folded, len(g) * n).reshape(len(g), n, -1, g.shape[2], 1)
+        return self.last(module, g.flatten(0, 1), len(g) * n).unflatten(0, (len(g), n)).unsqueeze(-1)
 
-    def _last(self, x: Tensor, n: int) -> Tensor:
+    def last(self, module: Any, x: Tensor, n: int) -> Tensor:
         """(n', c, *positions) as (n, s, c)."""
         return x.flatten(2).transpose(1, 2).reshape(n, -1, x.shape[1]) if x.ndim > 2 else x.reshape(n, -1, x.shape[1])
 
 
 @register(_BatchNorm)
-class BatchNormRule(ChannelRule):
+class BatchNormRule(ScaleRule):
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
 
 @register(nn.GroupNorm)
-class GroupNormRule(ChannelRule):
+class GroupNormRule(ScaleRule):
     def channels(self, module: nn.GroupNorm) -> int:
         return module.num_channels
 
@@ -59,27 +58,20 @@ class GroupNormRule(ChannelRule):
 
 
 @register(_InstanceNorm)
-class InstanceNormRule(ChannelRule):
+class InstanceNormRule(ScaleRule):
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         own = module.running_mean is None
         return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=own, eps=module.eps)
 
 
-class ElementRule(Rule):
-    """Elements of the last dimensions, (n, *positions, *normalized_shape)."""
+class ElementRule(ScaleRule):
+    """The channels are elements of the last dimensions, (n, *positions, *normalized_shape)."""
 
-    def normalized(self, module: Any, x: Tensor) -> Tensor:
-        """What scale and bias are applied to, of the shape of x."""
-        raise NotImplementedError
+    def channels(self, module: Any) -> int:
+        return math.prod(module.normalized_shape)
 
-    def shape(self, module: Any) -> tuple[int, int, int]:
-        return math.prod(module.normalized_shape), 1, 1
-
-    def inputs(self, module: Any, x: Tensor, n: int) -> Tensor:
-        return self.normalized(module, x).reshape(n, -1, math.prod(module.normalized_shape), 1)
-
-    def outputs(self, module: Any, g: Tensor, n: int) -> Tensor:
-        return g.reshape(len(g), n, -1, math.prod(module.normalized_shape), 1)
+    def last(self, module: Any, x: Tensor, n: int) -> Tensor:
+        return x.reshape(n, -1, self.channels(module))
 
 
 @register(nn.LayerNorm)

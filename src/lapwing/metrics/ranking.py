@@ -1,9 +1,12 @@
-"""Answering only where one is sure: the risk at coverage k/n is the mean loss of the k examples of least uncertainty.
+"""Inputs ranked by a score of uncertainty: the unknown should rank above the known, and the wrong above the right.
 
-    AURC   mean over k = 1 … n of the risk at coverage k/n   (Geifman, Uziel, El-Yaniv 2019)
+    AUROC   P(score of an unknown input > score of a known one), ties count half
+    FPR95   the share of unknown inputs that pass as known, at the least threshold that passes 95 % of the known
+    AURC    mean over k = 1 … n of the risk at coverage k/n, the mean loss of the k examples of least uncertainty
+            (Geifman, Uziel, El-Yaniv 2019)
 
-Among examples of equal uncertainty the order is random, and the risk is its expectation: it does not depend on the
-order in which examples are given.
+A threshold passes every input at or below it, so equal scores pass together. Among examples of equal uncertainty the
+order is random, and the risk is its expectation. Nothing depends on the order in which inputs are given.
 """
 
 from __future__ import annotations
@@ -14,8 +17,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue, Unsupported
+from lapwing import given
+from lapwing.errors import InvalidValue
 from lapwing.metrics.inputs import vector
+
+
+def auroc(known: Tensor, unknown: Tensor) -> float:
+    """0.5 if the score says nothing, 1 if it tells all unknown inputs from all known ones."""
+    known, unknown = _scores(known, unknown)
+    below = torch.searchsorted(known, unknown, right=False)
+    at_or_below = torch.searchsorted(known, unknown, right=True)
+    return float((below + at_or_below).double().mean() / (2 * len(known)))
+
+
+def fpr95(known: Tensor, unknown: Tensor) -> float:
+    """Of unknown inputs, the share that passes where 95 % of known inputs do: 0.95 if the score says nothing."""
+    known, unknown = _scores(known, unknown)
+    passing = -(-95 * len(known) // 100)  # ⌈0.95 n⌉, in integers
+    return float((unknown <= known[passing - 1]).double().mean())
+
+
+def _scores(known: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor]:
+    """Both flat, the known sorted."""
+    known, unknown = vector(known, "the scores of known inputs"), vector(unknown, "the scores of unknown inputs")
+    return known.sort().values, unknown.to(known.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +57,7 @@ class SelectiveRisk:
 
     def plot(self) -> Any:
         """A figure of risk against coverage (needs matplotlib)."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise Unsupported(
-                "selective_risk.plot() needs matplotlib, which is not installed; pip install 'lapwing[demo]'"
-            ) from error
-        figure = Figure(figsize=(4.5, 3.5), layout="constrained")
+        figure = given.figure("selective_risk.plot()", figsize=(4.5, 3.5))
         axes = figure.subplots()
         axes.plot(self.coverage.cpu().numpy(), self.risk.cpu().numpy(), color="#0072B2", label=f"AURC {self.aurc:.4f}")
         axes.set_xlabel("coverage: share of inputs answered")
