@@ -1,13 +1,13 @@
 """Saving and loading: what goes into a file, and the checks when it comes out."""
 
 # ruff: noqa: F401 - the names that the shell and the verbs use
+from lapwing.io.centers import pack_center
 from lapwing.io.laplace import (
     SCHEMA,
     Saved,
     check_weights,
     check_writable,
     checked,
-    pack_center,
     pack_objects,
     pack_samples,
     pack_state,

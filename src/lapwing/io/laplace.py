@@ -25,6 +25,7 @@ from lapwing.curvature.cover import check_layers
 from lapwing.curvature.full import check_batches
 from lapwing.curvature.structure import covered
 from lapwing.errors import BrokenFile, InvalidValue
+from lapwing.io.centers import moved_center, take_center, take_statistics
 from lapwing.likelihoods import Likelihood, polarization
 from lapwing.operators import Samples, Streamed
 from lapwing.packing import (
@@ -44,7 +45,6 @@ from lapwing.tree import Layout
 from lapwing.tune import Tuning
 
 SCHEMA = 2
-CENTER = ("iterations", "residual", "passes")  # of a Center, beside its tensors
 SAMPLES = ("residual", "steps", "passes", "solver", "preconditioner")  # of Samples, beside theirs
 STRINGS = ("fingerprints", "coverage")  # of a State, {name: string}
 NUMBERS: dict[str, tuple[Any, ...]] = {  # of a State, as Entries.take wants them: kind, least and most
@@ -55,7 +55,6 @@ NUMBERS: dict[str, tuple[Any, ...]] = {  # of a State, as Entries.take wants the
     "targets": ("int | None", 0, 2**64 - 1),
     "lost": ("float", 0, 100),  # decimal digits
 }
-POSITIVE = ("count", "weight")  # statistics that no data leave at 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +100,7 @@ class Saved:
 
     def centers_at(self, device: torch.device) -> tuple[Center | None, Center | None]:
         """The center and that of the process, where they were saved, on a device."""
-        return _moved(self.at, device), _moved(self.process, device)
+        return moved_center(self.at, device), moved_center(self.process, device)
 
     def remind(self, precision: Streamed) -> None:
         """Give a streamed precision what was saved of it."""
@@ -111,14 +110,6 @@ class Saved:
         precision.remember(replace(found, **moved))
         if self.logdet is not None:
             precision.remember_logdet(mean_of(self.logdet))
-
-
-def _moved(center: Center | None, device: torch.device) -> Center | None:
-    if center is None:
-        return None
-    statistics = {key: value.to(device) for key, value in center.statistics.items()}
-    constant = None if center.constant is None else center.constant.to(device)
-    return replace(center, vector=center.vector.to(device), statistics=statistics, constant=constant)
 
 
 # -- packing -----------------------------------------------------------------------------------------------------
@@ -164,16 +155,6 @@ def pack_objects(prior: Any, likelihood: Any, tuning: Tuning | None) -> tuple[di
     }
 
 
-def pack_center(center: Center | None, name: str = "center") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A center as tensors and a header, by its name."""
-    if center is None:
-        return {}, {f"{name}_map": None}
-    tensors = {f"{name}.vector": center.vector}
-    tensors |= {} if center.constant is None else {f"{name}.constant": center.constant}
-    tensors |= {f"{name}.statistics.{k}": v for k, v in center.statistics.items()}
-    return tensors, {f"{name}_map": pack_plain(center, CENTER)}
-
-
 def pack_samples(precision: Streamed) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The samples of a streamed precision, solved for if they are not yet, and log|M| where it is known."""
     if not precision.ranks.alone:
@@ -216,12 +197,12 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     tuning = entries.take("tuning", "dict | None")
     with sound("its tuning"):
         tuning = None if tuning is None else Tuning(**unpack_plain(Tuning, tuning, "its tuning"))
-    center, at = entries.take("center", "str"), _center(entries, held, layout, likelihood, state["n"])
+    center, at = entries.take("center", "str"), take_center(entries, held, layout, likelihood, state["n"])
     if center != ("map" if at is None else "tangent" if at.constant is None else "process"):
         raise BrokenFile(f"it is centered at {center!r}, and {'has no' if at is None else 'has a'} tangent center")
     temperature, budget = entries.take("temperature", "float", math.ulp(0.0)), entries.take("memory_budget", "int", 1)
     rest = samples, logdet, temperature, budget, entries.take("forward_hook", "bool"), entries.take("mean", "str")
-    process = _center(entries, held, layout, likelihood, state["n"], "process")
+    process = take_center(entries, held, layout, likelihood, state["n"], "process")
     chosen = calibration.unpack(entries, held)
     entries.done()
     held.done()
@@ -266,7 +247,7 @@ def _state(entries: Entries, held: Tensors, layout: Layout, likelihood: Likeliho
         "parts": parts,
         "sums": sums,
         "basis": basis,
-        "statistics": _statistics(held, "statistics.", likelihood, n),
+        "statistics": take_statistics(held, "statistics.", likelihood, n),
         "batches": _batches(entries, held, structure, likelihood, terms, n),
         "inputs": _input_sums(held, n),
     }
@@ -303,20 +284,6 @@ def _sums(
     return held.expected("sums.", kept[0]), held.expected("basis.", kept[1])
 
 
-def _statistics(held: Tensors, prefix: str, likelihood: Likelihood, n: int) -> dict[str, Tensor]:
-    found = {key: held.finite(prefix + key, dtype=torch.float64) for key in held.under(prefix)}
-    with sound(f"its {prefix[:-1]}"):
-        likelihood.check_shapes(found)
-        if any(not bool((found[key] > 0).all()) for key in POSITIVE if key in found):
-            raise BrokenFile(f"its {prefix[:-1]} are of no data")
-        count = float(found["count"].min()) if "count" in found and "weight" not in found else n
-        if count < n:
-            raise BrokenFile(f"its {prefix[:-1]} are of {count:g} targets, and it has {n} examples")
-        if not bool(torch.isfinite(likelihood.log_likelihood(found))):
-            raise BrokenFile(f"its {prefix[:-1]} give no log-likelihood")
-    return found
-
-
 def _batches(
     entries: Entries, held: Tensors, structure: Structure, likelihood: Likelihood, terms: int, n: int
 ) -> tuple[tuple[Any, Tensor], ...]:
@@ -349,20 +316,6 @@ def _check_curvature_weights(likelihood: Likelihood, state: dict[str, Any]) -> N
     pairs = polarization.outputs(state["terms"]) if state["paired"] else 0
     if terms not in (1, state["terms"]) or (state["paired"] and pairs * (pairs + 1) // 2 != state["terms"]):
         raise BrokenFile(f"its likelihood has {terms} curvature weights, and its curvature {state['terms']}")
-
-
-def _center(
-    entries: Entries, held: Tensors, layout: Layout, likelihood: Likelihood, n: int, name: str = "center"
-) -> Center | None:
-    kept = entries.take(f"{name}_map", "dict | None")
-    if kept is None:
-        return None
-    found = unpack_plain(Center, kept, f"its {name}", CENTER)
-    vector = held.finite(f"{name}.vector", (layout.size,), torch.float64)
-    constant = held.finite(f"{name}.constant", dtype=torch.float64) if f"{name}.constant" in held.left else None
-    if (name == "process" and constant is None) or (constant is not None and constant.ndim != 1):
-        raise BrokenFile(f"its {name} has constants {constant if constant is None else tuple(constant.shape)}")
-    return Center(vector, _statistics(held, f"{name}.statistics.", likelihood, n), **found, constant=constant)
 
 
 def _samples(
