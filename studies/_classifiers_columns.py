@@ -1,0 +1,149 @@
+"""What each column of `classifiers.py` says of a network's test inputs, and how that scores.
+
+    network       softmax f
+    hindsight     softmax f/T, T by the test labels
+    temperature   softmax f/T, T by labels that no training saw: on small data those of the last fifth, by a network of
+                  the same kind trained on the others; ResNets, 1,000 test labels that are not scored
+    last layer    "categorical", kron of the last layer, λ by the evidence at the trained weights, probit: what
+                  laplace-torch does by default
+    softmax       "categorical", kron, λ in the same way
+    dirichlet     "dirichlet", kron, λ in the same way, about the network
+    layerwise     the same with one λ a layer
+    default       lw.laplace(net, data, "classification").tuned().predict(x)
+
+The default has λ and the curvature of "dirichlet", so these two share one fit. n test inputs, c classes, m unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import left_out
+import torch
+from _classifiers_networks import FORWARD, Pair, Problem, logits
+from torch import Tensor
+
+import lapwing as lw
+
+from _common import clocks  # isort: skip  (benchmarks/, which left_out puts on the path)
+
+COLUMNS = ("network", "hindsight", "temperature", "last layer", "softmax", "dirichlet", "layerwise", "default")
+FEWER = (
+    "network",
+    "hindsight",
+    "temperature",
+    "last layer",
+    "dirichlet",
+    "default",
+)  # where networks or data are large
+LAST = {"structure": "kron", "subset": "last_layer"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """−log p of the labels (n,), probabilities (n, c), how unknown each input is (n,), and inputs of no class (m,)."""
+
+    loss: Tensor
+    probs: Tensor
+    known: Tensor
+    unknown: Tensor | None
+    seconds: dict[str, float] = field(default_factory=dict)  # of CPU
+
+
+def tempered(f: Tensor, y: Tensor, strange: Tensor | None, T: float) -> Answer:
+    """softmax f/T, float64. An input is as unknown as the largest probability is small."""
+    loss, probs = -(f / T).log_softmax(1).gather(1, y[:, None])[:, 0], (f / T).softmax(1)
+    unknown = None if strange is None else _doubt((strange / T).softmax(1))
+    return Answer(loss, probs, _doubt(probs), unknown)
+
+
+def _doubt(probs: Tensor) -> Tensor:
+    return 1 - probs.max(1).values
+
+
+def temperature(f: Tensor, y: Tensor) -> float:
+    """T from .1 to 50, of the least loss."""
+    return 1 / left_out.weights([f[:, None]], y, [(0.02, 10.0)])[0]
+
+
+def predicted(la: lw.Laplace, problem: Problem, seconds: dict[str, float], link: str = "auto") -> Answer:
+    """An input is as unknown as `pred.ood_score` says. The time is that of probabilities at the test inputs."""
+    x, y = problem.test
+    taken, made = clocks(lambda: [_touched(la.predict(some, link)) for some in x.split(FORWARD)])
+    loss = torch.cat([-p.log_prob(some).double() for p, some in zip(made, y.split(FORWARD), strict=True)])
+    probs = torch.cat([p.probs.double() for p in made])
+    unknown = None
+    if problem.unknown is not None:
+        unknown = torch.cat([la.predict(some).ood_score for some in problem.unknown.split(FORWARD)])
+    known = torch.cat([p.ood_score for p in made])
+    return Answer(loss, probs, known, unknown, {**seconds, "predict": taken["cpu"]})
+
+
+def _touched(pred: lw.Prediction) -> lw.Prediction:
+    """With its probabilities worked out, which are lazy."""
+    _ = pred.probs
+    return pred
+
+
+def laplace(problem: Problem, likelihood: str, **options: Any) -> tuple[lw.Laplace, dict[str, float]]:
+    """Tuned, with CPU seconds; at the trained weights, which is what "classification" does by itself."""
+    center = {} if likelihood == "classification" else {"center": "map"}
+    fit, la = clocks(lambda: lw.laplace(problem.net, problem.train, likelihood, **options))
+    tune, la = clocks(lambda: la.tuned(**center))
+    return la, {"fit": fit["cpu"], "tune": tune["cpu"]}
+
+
+def answers(problem: Problem, columns: tuple[str, ...]) -> tuple[dict[str, Answer], dict[str, Any]]:
+    """Those of the columns that can be had, and what the default has chosen."""
+    f, y = logits(problem.net, problem.test[0]), problem.test[1]
+    strange = None if problem.unknown is None else logits(problem.net, problem.unknown)
+    at: Callable[[Pair], Answer] = lambda pair: tempered(f, y, strange, temperature(*pair))  # noqa: E731
+    made = {"network": tempered(f, y, strange, 1.0), "hindsight": at((f, y))}
+    if problem.held is not None:
+        made["temperature"] = at(problem.held)
+    made["last layer"] = predicted(*_of(problem, "categorical", **LAST), link="probit")
+    if "softmax" in columns:
+        made["softmax"] = predicted(*_of(problem, "categorical", structure="kron"))
+    if "layerwise" in columns:
+        made["layerwise"] = predicted(*_of(problem, "dirichlet", structure="kron", prior="layerwise"))
+    la, seconds = laplace(problem, "classification")
+    made["default"] = predicted(la, problem, seconds)
+    made["dirichlet"] = predicted(la.replace(prior=la.prior), problem, {})  # the same posterior, without the rule
+    return {c: made[c] for c in columns if c in made}, _chosen(la)
+
+
+def _of(problem: Problem, likelihood: str, **options: Any) -> tuple[lw.Laplace, Problem, dict[str, float]]:
+    la, seconds = laplace(problem, likelihood, **options)
+    return la, problem, seconds
+
+
+def _chosen(la: lw.Laplace) -> dict[str, Any]:
+    assert la.calibration is not None
+    numbers = {**asdict(la.calibration.choice), "precision": float(la.prior.precision)}
+    return {key: None if math.isnan(v) else v for key, v in numbers.items()}
+
+
+def score(answer: Answer, network: Answer, y: Tensor) -> dict[str, Any]:
+    """Means over test inputs; of the differences to the network, mean and variance."""
+    hits = [(a.probs.argmax(1) == y).double() for a in (answer, network)]
+    pairs = {"nll": answer.loss - network.loss, "accuracy": hits[0] - hits[1]}
+    return {
+        "nll": float(answer.loss.mean()),
+        "ece": lw.metrics.ece(answer.probs, y),
+        "brier": lw.metrics.brier(answer.probs, y),
+        "accuracy": float(hits[0].mean()),
+        "auroc": None if answer.unknown is None else lw.metrics.auroc(answer.known, answer.unknown),
+        "seconds": {key: round(v, 3) for key, v in answer.seconds.items()},
+        "difference": {key: [float(d.mean()), float(d.var())] for key, d in pairs.items()},
+    }
+
+
+def scored(problem: Problem, columns: tuple[str, ...]) -> dict[str, Any]:
+    """All that is kept of a network."""
+    found, chosen = answers(problem, columns)
+    y = problem.test[1]
+    scores = {column: score(answer, found["network"], y) for column, answer in found.items()}
+    return {"n_train": len(problem.train[1]), "n_test": len(y), "choice": chosen, "columns": scores}

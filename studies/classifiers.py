@@ -1,0 +1,277 @@
+"""The default for classifiers beside the network it was given, and beside what else a user could do.
+
+    LAPWING_DATA=<folder> python studies/classifiers.py [--part small uci images resnets] [--seeds 10 11 12]
+    python studies/classifiers.py --table
+
+Each network is scored once: its line goes to out/classifiers.jsonl, and a run leaves out what is there. Several runs
+may write at once. `--table` makes of these lines `results/classifiers.json` and the tables of
+`docs/studies/classifiers.md`.
+
+A row is all seeds of one set, kind of network and way to train it. d_n is the loss of a column at a test example less
+that of the network, N examples in all seeds. A row is above the network if
+
+    mean d > 2 sd(d)/√N   and   mean d > 10⁻⁴ nats
+
+and less accurate if its hits are fewer by two standard errors of the paired difference. `_classifiers_networks.py` has
+the networks, `_classifiers_columns.py` the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import pathlib
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from _classifiers_columns import COLUMNS, FEWER, scored
+from _classifiers_networks import CHOSEN, DEPTHS, PARTS, SEEDS, Unit, problem, units
+from left_out import line, short
+
+import lapwing as lw
+
+from _common import machine, versions  # isort: skip  (benchmarks/, which left_out puts on the path)
+
+HERE = pathlib.Path(__file__).parent
+LINES = HERE.parent / "out" / "classifiers.jsonl"
+RESULTS, PAGE = HERE / "results" / "classifiers.json", HERE.parent / "docs" / "studies" / "classifiers.md"
+LEAST = 1e-4  # nats that count
+FRESH = {  # sets or networks, and who saw their test labels before; others had a say in this rule
+    **dict.fromkeys(("satellite", "MNIST", "ResNet-32", "ResNet-44"), "nobody"),
+    **dict.fromkeys(("australian", "breast_cancer", "ionosphere", "waveform"), "other rules"),
+}
+SMALL = ("small", "uci")
+Row = dict[str, Any]
+
+# -- scores -------------------------------------------------------------------------------------------------------
+
+
+def stored() -> list[Row]:
+    """Every network that has been scored, in the order of the parts; the last line of each key."""
+    text = LINES.read_text().splitlines() if LINES.is_file() else []
+    found = {one["key"]: one for one in map(json.loads, text)}
+    return sorted(found.values(), key=lambda one: PARTS.index(one["part"]))
+
+
+def run(unit: Unit) -> Row:
+    """A network scored."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    large = unit.part == "resnets" or unit.train > 10_000
+    found = scored(problem(unit), FEWER if large else COLUMNS)
+    seconds = {"wall": round(time.perf_counter() - wall, 1), "cpu": round(time.process_time() - cpu, 1)}
+    about = {"key": unit.key, "part": unit.part, "set": unit.set, "kind": unit.kind, "row": list(unit.row[1:])}
+    return {**about, "regime": unit.regime, "seed": unit.seed, **found, "seconds": seconds}
+
+
+def runs(todo: list[Unit], limit: int | None) -> None:
+    """A line each, in the file and on the screen."""
+    there = {one["key"] for one in stored()}
+    todo = [unit for unit in todo if unit.key not in there][:limit]
+    LINES.parent.mkdir(exist_ok=True)
+    for i, unit in enumerate(todo, 1):
+        found = run(unit)
+        with LINES.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        cells = (f"{c} {s['nll']:.3f}" for c, s in found["columns"].items())
+        took = f"{found['seconds']['wall']:.0f} s, {found['seconds']['cpu']:.0f} s of CPU"
+        print(f"{i}/{len(todo)} {unit.key}: {took}; NLL", *cells, flush=True)
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------
+
+
+def pooled(parts: list[tuple[int, float, float]]) -> tuple[float, float]:
+    """Mean and its standard error over all examples, from (n, mean, variance) of each seed."""
+    n, means, variances = (np.array(column) for column in zip(*parts, strict=True))
+    mean = float((n * means).sum() / n.sum())
+    squares = ((n - 1) * variances + n * (means - mean) ** 2).sum()
+    return mean, math.sqrt(squares / (n.sum() - 1) / n.sum())
+
+
+def pooled_column(networks: list[Row], column: str) -> Row:
+    """Means over seeds, weighted by test examples, and paired differences to the network."""
+    found, n = [one["columns"][column] for one in networks], [one["n_test"] for one in networks]
+    row: Row = {
+        what: float(np.average([one[what] for one in found], weights=n)) for what in ("nll", "ece", "brier", "accuracy")
+    }
+    row["auroc"] = None if found[0]["auroc"] is None else float(np.average([one["auroc"] for one in found], weights=n))
+    row["seconds"] = {key: float(np.mean([one["seconds"][key] for one in found])) for key in found[0]["seconds"]}
+    for what in ("nll", "accuracy"):
+        sums = [(count, *one["difference"][what]) for count, one in zip(n, found, strict=True)]
+        row[f"{what} − network"], row[f"{what} error"] = pooled(sums)
+    d, error = row["nll − network"], row["nll error"]
+    row["within"] = 2 * error < d <= LEAST
+    row["above"] = d > max(2 * error, LEAST)
+    row["less accurate"] = -row["accuracy − network"] > 2 * row["accuracy error"]
+    return row
+
+
+def rows_of(networks: list[Row]) -> list[Row]:
+    """Networks that differ by their seed alone, as one."""
+    rows = []
+    for key in dict.fromkeys(tuple(one["row"]) for one in networks):
+        some = [one for one in networks if tuple(one["row"]) == key]
+        about = {what: some[0][what] for what in ("part", "set", "kind", "regime")}
+        seen = FRESH.get(some[0]["set"]) or FRESH.get(some[0]["kind"], "this rule")
+        about |= {"name": ", ".join(key), "seen by": seen}
+        about |= {"seeds": [one["seed"] for one in some], "n_test": sum(one["n_test"] for one in some)}
+        columns = {c: pooled_column(some, c) for c in COLUMNS if c in some[0]["columns"]}
+        rows.append({**about, "columns": columns, "choices": [one["choice"] for one in some]})
+    return rows
+
+
+# -- tables -------------------------------------------------------------------------------------------------------
+
+
+def head(*names: str) -> list[str]:
+    return [line(names), "|---" + "|--:" * (len(names) - 1) + "|"]
+
+
+def cell(row: Row, column: str, what: str = "nll") -> str:
+    """A figure; * above the network."""
+    found = row["columns"].get(column)
+    if found is None or found[what] is None:
+        return ""
+    return short(found[what], 3) + ("*" if what == "nll" and found["above"] else "")
+
+
+def each(rows: list[Row]) -> list[str]:
+    """NLL, a line a row."""
+    return [*head("networks", *COLUMNS), *(line((r["name"], *(cell(r, c) for c in COLUMNS))) for r in rows)]
+
+
+def means(some: list[Row], what: str = "nll") -> list[str]:
+    """Of rows that have all columns."""
+    return [short(float(np.mean([r["columns"][c][what] for r in some])), 3) for c in COLUMNS]
+
+
+def grouped(rows: list[Row]) -> list[str]:
+    """Means of NLL by set and network, and by regime."""
+    out = head("networks", "rows", *COLUMNS)
+    keys: tuple[Callable[[Row], str], ...] = (lambda r: f"{r['set']}, {r['kind']}", lambda r: f"*{r['regime']}*")
+    for key in keys:
+        for name in dict.fromkeys(map(key, rows)):
+            some = [r for r in rows if key(r) == name]
+            out.append(line((name, len(some), *means(some))))
+    return out
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """Of small data: means of all measures, and how many rows are worse than the network."""
+    out = head("small data", *COLUMNS)
+    fresh = [r for r in rows if r["seen by"] != "this rule"]
+    for words, some in (("sets that had no say", fresh), ("all sets", rows)):
+        if not some:
+            continue
+        for what in ("nll", "ece", "brier", "accuracy"):
+            out.append(line((f"{words}, {len(some)} rows: {what}", *means(some, what))))
+        for what in ("above", "less accurate"):
+            out.append(line((f"{words}: rows {what}", *(sum(r["columns"][c][what] for r in some) for c in COLUMNS))))
+    return out
+
+
+def measures(rows: list[Row]) -> list[str]:
+    """Of images: what is not NLL."""
+    out = head("networks", "", *COLUMNS)
+    for row in rows:
+        for what in ("ece", "brier", "accuracy", "auroc"):
+            if row["columns"]["network"][what] is not None:
+                out.append(line((row["name"], what, *(cell(row, c, what) for c in COLUMNS))))
+    return out
+
+
+def cost_group(row: Row) -> str:
+    """Networks that cost about the same."""
+    size = row["name"].rsplit(", ", 1)[1]
+    return {"images": f"{row['set']}, {size}", "resnets": row["kind"]}.get(row["part"], row["part"])
+
+
+def costs(rows: list[Row]) -> list[str]:
+    """CPU seconds of one network, means over rows."""
+    phases, columns = ("fit", "tune", "predict"), ("default", "last layer")
+    out = head("CPU seconds", *(f"{c}: {phase}" for c in columns for phase in phases))
+    for name in dict.fromkeys(map(cost_group, rows)):
+        some = [r["columns"] for r in rows if cost_group(r) == name]
+        figures = (np.mean([r[c]["seconds"][phase] for r in some]) for c in columns for phase in phases)
+        out.append(line((name, *(f"{v:.2f}" for v in figures))))
+    return out
+
+
+def worse(rows: list[Row]) -> list[str]:
+    """Rows in which the default is worse than the network, with the figures."""
+
+    def listed(what: str, of: str) -> str:
+        found = [(r["name"], r["columns"]["default"]) for r in rows if r["columns"]["default"][what]]
+        figures = (f"{name} ({c[f'{of} − network']:+.2g} ± {c[f'{of} error']:.2g})" for name, c in found)
+        return "; ".join(figures) or "none"
+
+    return [
+        f"- Rows in which the default is above the network: {listed('above', 'nll')}.",
+        f"- Above by two standard errors and at most 10⁻⁴ nats, which does not count: {listed('within', 'nll')}.",
+        f"- Rows in which it is less accurate: {listed('less accurate', 'accuracy')}.",
+    ]
+
+
+def tables(rows: list[Row]) -> list[str]:
+    """Fresh sets first."""
+    if not rows:
+        return ["No network has been scored yet."]
+    unseen, fresh, others = ([r for r in rows if r["seen by"] == who] for who in ("nobody", "other rules", "this rule"))
+    small, large = ([r for r in rows if (r["part"] in SMALL) is yes] for yes in (True, False))
+    made = (
+        ("Worse than the network", worse(rows)),
+        ("NLL where no trial has looked", each(unseen) if unseen else []),
+        ("NLL where trials of other rules have looked", each(fresh) if fresh else []),
+        ("Small data in sum", summary(small) if small else []),
+        ("NLL of small data that had a say", grouped(some) if (some := [r for r in small if r in others]) else []),
+        ("NLL of images that had a say", each(some) if (some := [r for r in large if r in others]) else []),
+        ("Images, other measures", measures(large) if large else []),
+        ("Cost", costs(rows)),
+    )
+    return [text for title, body in made if body for text in (f"### {title}", "", *body, "")]
+
+
+def write(networks: list[Row]) -> None:
+    """The record, and its tables in the page."""
+    rows = rows_of(networks)
+    record = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions("torch", "lapwing")}
+    cpu = round(sum(one["seconds"]["cpu"] for one in networks))
+    RESULTS.write_text(
+        json.dumps({**record, "networks": len(networks), "cpu_seconds": cpu, "rows": rows}, indent=1) + "\n"
+    )
+    before, _, rest = PAGE.read_text().partition("<!-- tables -->\n")
+    after = rest.partition("<!-- end of tables -->\n")[2]
+    text = "\n".join(tables(rows)).rstrip("\n") + "\n"
+    PAGE.write_text(f"{before}<!-- tables -->\n{text}<!-- end of tables -->\n{after}")
+    print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="images: the first two, or the first")
+    parser.add_argument("--depth", nargs="+", type=int, choices=DEPTHS, default=DEPTHS, help="of ResNets")
+    parser.add_argument("--images", type=int, default=2_500, help="of CIFAR-10, for curvature")
+    parser.add_argument("--test", type=int, default=2_000, help="of CIFAR-10's test images, that are scored")
+    parser.add_argument("--limit", type=int, help="networks, in this run")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--table", action="store_true", help="no networks: the record and the page of what there is")
+    args = parser.parse_args()
+    if args.test > CHOSEN.start:
+        parser.error(f"--test must be at most {CHOSEN.start}: the others choose a temperature; got {args.test}")
+    if args.table:
+        return write(stored())
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore", lw.errors.LapwingWarning)  # of tuning at the trained weights, which is meant
+    some = (tuple(args.seeds), tuple(args.depth), args.images, args.test)
+    runs([unit for part in args.part for unit in units(part, *some)], args.limit)
+
+
+if __name__ == "__main__":
+    main()
