@@ -70,22 +70,40 @@ def temperature(f: Tensor, y: Tensor) -> float:
 
 
 def predicted(la: lw.Laplace, problem: Problem, seconds: dict[str, float], link: str = "auto") -> Answer:
-    """An input is as unknown as `pred.ood_score` says. The time is that of probabilities at the test inputs."""
-    x, y = problem.test
-    taken, made = clocks(lambda: [_touched(la.predict(some, link)) for some in x.split(FORWARD)])
-    loss = torch.cat([-p.log_prob(some).double() for p, some in zip(made, y.split(FORWARD), strict=True)])
-    probs = torch.cat([p.probs.double() for p in made])
+    """An input is as unknown as `pred.ood_score` says. The time is that of the test inputs."""
+    x, y = (t.split(FORWARD) for t in problem.test)
+    taken, made = clocks(lambda: [_read(la.predict(some, link), labels) for some, labels in zip(x, y, strict=True)])
+    loss, probs, known = (torch.cat(parts) for parts in zip(*made, strict=True))
     unknown = None
     if problem.unknown is not None:
         unknown = torch.cat([la.predict(some).ood_score for some in problem.unknown.split(FORWARD)])
-    known = torch.cat([p.ood_score for p in made])
     return Answer(loss, probs, known, unknown, {**seconds, "predict": taken["cpu"]})
 
 
-def _touched(pred: lw.Prediction) -> lw.Prediction:
-    """With its probabilities worked out, which are lazy."""
-    _ = pred.probs
-    return pred
+def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> tuple[Answer, Answer]:
+    """The default, and the same posterior without its rule; where the rule is a scale and a factor, from one push."""
+    assert la.calibration is not None
+    choice = la.calibration.choice
+    if choice.b:
+        return predicted(la, problem, seconds), predicted(la.replace(prior=la.prior), problem, {})
+    plain = lambda made: made.scaled(1 / choice.scale).moved((1 / choice.a - 1) * made.mean)  # noqa: E731
+    default, without, taken = [], [], 0.0
+    for x, y in zip(*(t.split(FORWARD) for t in problem.test), strict=True):
+        time, pred = clocks(lambda x=x: la.predict(x))
+        default.append(_read(pred, y))
+        without.append(_read(replace(pred, outputs=plain(pred.outputs)), y))
+        taken += time["cpu"]
+    answers = [[torch.cat(parts) for parts in zip(*made, strict=True)] for made in (default, without)]
+    unknown = None
+    if problem.unknown is not None:
+        unknown = torch.cat([la.predict(some).ood_score for some in problem.unknown.split(FORWARD)])
+    took = {**seconds, "predict": taken}
+    return Answer(*answers[0], unknown, took), Answer(*answers[1], unknown)
+
+
+def _read(pred: lw.Prediction, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What is kept of a prediction."""
+    return -pred.log_prob(y).double(), pred.probs.double(), pred.ood_score
 
 
 def laplace(problem: Problem, likelihood: str, **options: Any) -> tuple[lw.Laplace, dict[str, float]]:

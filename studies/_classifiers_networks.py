@@ -32,7 +32,7 @@ SEEDS = (10, 11, 12)
 CAP, SHARE = 500, 0.7  # examples to train on, of UCI's
 TESTED, STRANGE, EPOCHS = 4_000, 1_000, 5  # images; epochs of 60,000
 CHOSEN = slice(9_000, 10_000)  # CIFAR-10's test images that a temperature is chosen by
-FORWARD = 250  # images at once
+FORWARD = 128  # inputs at once
 
 Pair = tuple[Tensor, Tensor]
 
