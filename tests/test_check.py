@@ -46,7 +46,7 @@ def test_the_figures_are_their_definitions(likelihood: str) -> None:
 def test_a_posterior_that_is_too_wide_is_told_and_what_to_call() -> None:
     wide = fitted("categorical", structure="full", prior=1e-4).check()
     assert not wide.ok
-    assert "likelihood='dirichlet'" in repr(wide)
+    assert "likelihood='classification'" in repr(wide)
     assert "Raise the prior precision" in repr(wide)
     narrow = fitted("categorical", structure="full", prior=1e6).check()
     assert narrow.ok

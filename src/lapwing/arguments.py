@@ -44,15 +44,22 @@ LIKELIHOODS = {
 
 
 TASKS = ("classification", "regression")  # what people come with; a task also says how predictions are made
+# structure="auto" of a task: its calibration wants error bars that are as wide at training inputs as at others
+STRUCTURE_OF = {"classification": "kron"}
 
 
 def as_task(likelihood: Any, outputs: int) -> Any:
     """The likelihood that a task stands for, in a network of so many outputs; others as they are."""
-    if not isinstance(likelihood, str) or likelihood not in TASKS:
+    if not task_of(likelihood):
         return likelihood
     if likelihood == "regression":
         return likelihoods.Gaussian()
     return likelihoods.Dirichlet() if outputs > 1 else likelihoods.DirichletBernoulli()
+
+
+def task_of(likelihood: Any) -> str:
+    """A task by its name; "" for likelihoods."""
+    return likelihood if isinstance(likelihood, str) and likelihood in TASKS else ""
 
 
 def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:

@@ -55,7 +55,7 @@ class Check:
         """What the figures say, and what to do; () where nothing is wrong."""
         found = []
         if words := unfit((self.training, self.network)):
-            first = "C" if self.by_labels else "Fit with likelihood='dirichlet', or c"
+            first = "C" if self.by_labels else "Fit with likelihood='classification', or c"
             found.append(
                 f"it {words}: it is too wide, or the network has memorized wrong labels. "
                 f"{first}all tuned(method='validation', data=held_out)"

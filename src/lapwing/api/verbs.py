@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lapwing import files, io, likelihoods, priors, tree
 from lapwing.api.object import Laplace, check_served
 from lapwing.arguments import (
-    TASKS,
+    STRUCTURE_OF,
     as_budget,
     as_factor,
     as_likelihood,
@@ -25,6 +25,7 @@ from lapwing.arguments import (
     as_tangent,
     as_task,
     facts,
+    task_of,
 )
 from lapwing.curvature import BUDGET, State, accumulate, probe
 from lapwing.curvature.overflow import check_sums
@@ -35,9 +36,6 @@ from lapwing.posterior import placed
 from lapwing.shell import Blended, Fitted, Shell
 from lapwing.tangent import TangentModel, linearize
 from lapwing.tangent.calling import unwrapped
-
-# structure="auto" of a task: its calibration wants error bars that are as wide at training inputs as at others
-AUTOMATIC = {"classification": "kron"}
 
 
 @torch.inference_mode(False)
@@ -74,7 +72,7 @@ def laplace(
     """
     ranks = as_ranks(process_group)
     with ranks.sharing_errors("reading the arguments"):
-        budget, task = as_budget(memory_budget), likelihood if likelihood in TASKS else ""
+        budget, task = as_budget(memory_budget), task_of(likelihood)
         likelihood = likelihood if task else as_likelihood(likelihood)
     batches = as_shard(data, ranks)
     tangent = as_tangent(model, batches, subset, forward)
@@ -87,7 +85,7 @@ def laplace(
         "Give every rank the same network (load one file, or broadcast the weights) and the same arguments",
     )
     seen = probe(tangent, batches, likelihood)
-    chosen = as_structure(AUTOMATIC.get(task, structure) if structure == "auto" else structure, seen, budget)
+    chosen = as_structure(STRUCTURE_OF.get(task, structure) if structure == "auto" else structure, seen, budget)
     likelihood = likelihood.to(tangent.device)
     state = accumulate(
         chosen,

@@ -56,7 +56,11 @@ def doctor(
     budget = None if memory_budget is None else arguments.as_budget(memory_budget)
     if not (isinstance(structure, str) and structure == AUTO):
         arguments.as_structure(structure, Probe(1, 1, 1, 1, None), BUDGET)  # raises, and says what it may be
-    visit = _Visit(model, arguments.as_likelihood(likelihood), budget, subset, forward, structure)
+    task = arguments.task_of(likelihood)
+    if task and isinstance(structure, str) and structure == AUTO:
+        structure = arguments.STRUCTURE_OF.get(task, structure)
+    named = arguments.as_likelihood(arguments.as_task(likelihood, 2))  # a task's is known with the outputs
+    visit = _Visit(model, named, budget, task, subset, forward, structure)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a fit would warn about is a finding here
         batches = visit.attempt("data", lambda: loading.as_batches(data))
@@ -85,7 +89,7 @@ class _Visit:
     def __init__(self, model: nn.Module, likelihood: Likelihood, budget: int | None, *choices: Any) -> None:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.wrapped = self.model is not model
-        self.budget, (self.subset, self.forward, self.structure) = budget, choices
+        self.budget, (self.task, self.subset, self.forward, self.structure) = budget, choices
         self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.likelihood = likelihood.to(self.device)
         self.limit = budget or free_memory(self.device)
@@ -141,6 +145,7 @@ class _Visit:
         self.outputs = self.attempt("model", lambda: [tangent(x) for x, _ in sample.spread], hint) or []
         if not self.outputs:
             return
+        self.likelihood = arguments.as_task(self.task, self.outputs[0].shape[-1]) if self.task else self.likelihood
         self.check("model", output_checks, tangent, self.outputs[0], sample.spread[0][0])
         self.check("likelihood", likelihood_checks, tangent, self.likelihood, self.outputs, sample)
         if not self.failed("outputs", "targets"):
@@ -199,19 +204,21 @@ class _Visit:
             self.findings.append(ok(f"memory: {found}"))
 
     def _call(self, plan: Outlook, likelihood: str | None) -> str:
+        likelihood = "classification" if self.fitted else likelihood  # softmax says nothing there
         arguments = ["model", "data", repr(likelihood) if likelihood else "likelihood"]
         if plan.choice == LAST:
             arguments.append(f"subset={LAST!r}")
         elif not (isinstance(self.subset, str) and self.subset == "all"):
             plain = isinstance(self.subset, (str, list)) and len(repr(self.subset)) < 80
             arguments.append(f"subset={self.subset!r}" if plain else "subset=subset")
-        arguments.append(f"structure={plan.structure!r}" if isinstance(plan.structure, str) else "structure=structure")
+        if not self.fitted:
+            named = isinstance(plan.structure, str)
+            arguments.append(f"structure={plan.structure!r}" if named else "structure=structure")
         if self.forward is not None:
             arguments.append("forward=forward")
         if self.budget is not None:
             arguments.append(f"memory_budget={plan.working}")
-        how = "method='validation', data=held_out" if self.fitted else ""
-        return f"lw.laplace({', '.join(arguments)}).tuned({how})"
+        return f"lw.laplace({', '.join(arguments)}).tuned()"
 
     def _title(self) -> str:
         parts = [f"Lapwing doctor: {type(self.model).__name__}"]

@@ -137,7 +137,7 @@ def fit_checks(found: Slope) -> Iterator[Finding]:
     yield warning(
         f"evidence: the classifier fits its training data (mean log-likelihood {found.log_prob:.2g}): tuned() then "
         "picks a prior that is too weak, and predictions are underconfident, on the training data too; with held-out "
-        "data, call tuned(method='validation', data=held_out); without, fit with likelihood='dirichlet'"
+        "data, call tuned(method='validation', data=held_out); without, fit with likelihood='classification'"
     )
 
 

@@ -72,7 +72,7 @@ def warn_unfit(nll: tuple[float, ...], stacklevel: int) -> None:
             f"the posterior {words}: unless the network has memorized wrong labels, its prior is too weak (the "
             "evidence picks such priors for classifiers that fit their data closely), and predictions are not sure "
             "enough. With held-out data, call tuned(method='validation', data=...); without, fit with "
-            "likelihood='dirichlet', whose curvature does not vanish. la.check() has the figures",
+            "likelihood='classification', whose curvature does not vanish. la.check() has the figures",
             LapwingWarning,
             stacklevel=stacklevel + 1,
         )
