@@ -159,6 +159,14 @@ def test_stays_within_bounds_and_says_so() -> None:
     assert math.isfinite(tuned.tuning.trace[-1])
 
 
+def test_labels_that_the_network_foretells_ask_for_the_plain_network() -> None:
+    """Held-out labels that are the network's own: any error bar makes them less likely."""
+    net, (x, y), (xv, _) = mlp(3, 3), regression(3, 40), regression(4, 60)
+    la = lw.laplace(net, (x, (y[:, 0] * 3).long().clamp(0, 2)), "categorical")
+    with pytest.warns(LapwingWarning, match="held-out data prefer the plain network"):
+        la.tuned("validation", data=(xv, net(xv).argmax(1)))
+
+
 def test_deterministic_and_leaves_the_original_alone() -> None:
     la = lw.laplace(mlp(2), regression(2, 10), "gaussian", subset="last_layer")
     held = sampled(la.replace(prior=0.2, likelihood=lw.likelihoods.Gaussian(0.2)), 3, 100)

@@ -105,12 +105,12 @@ def at_values(prior: P, likelihood: Likelihood, log_values: dict[str, Tensor]) -
     return prior.moved(parts[0]) if parts[0] else prior, likelihood.moved(parts[1]) if parts[1] else likelihood
 
 
-def warn_bound(at_bound: tuple[str, ...]) -> None:
+def warn_bound(at_bound: tuple[str, ...], why: str = "the data do not determine it") -> None:
     """Warn of a search that ended at a bound, and name the first four."""
     if at_bound:
         shown = ", ".join(at_bound[:4]) + (f" and {len(at_bound) - 4} more" if len(at_bound) > 4 else "")
         warnings.warn(
-            f"tuning stopped at a bound for {shown}: the data do not determine it (see la.tuning.at_bound)",
+            f"tuning stopped at a bound for {shown}: {why} (see la.tuning.at_bound)",
             LapwingWarning,
             stacklevel=5,
         )

@@ -90,7 +90,9 @@ def validation(
         search(lambda log_c: at(log_c).value, low, high, 0.0)
     best = min(evaluations, key=lambda one: one.value)
     at_bound = _at_bound(best, bounds_c, bounds_t, () if held else own, () if other in fixed else (other,))
-    warn_bound(at_bound)
+    narrow = max(best.log_c - bounds_c[1], bounds_t[0] - best.log_t) > -(TOLERANCE + EDGE)  # no error bars at all
+    plain = likelihood.classes and narrow
+    warn_bound(at_bound, *(("held-out data prefer the plain network",) if plain else ()))
     trace = [-min(one.value for one in evaluations[: i + 1]) for i in range(len(evaluations))]
     tuning = Tuning("validation", "", tuple(trace), len(trace), True, at_bound, fixed, passes=len(trace))
     factor, t = math.exp(best.log_c), math.exp(best.log_t)
