@@ -89,16 +89,16 @@ def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> tuple[A
     plain = lambda made: made.scaled(1 / choice.scale).moved((1 / choice.a - 1) * made.mean)  # noqa: E731
     default, without, taken = [], [], 0.0
     for x, y in zip(*(t.split(FORWARD) for t in problem.test), strict=True):
-        time, pred = clocks(lambda x=x: la.predict(x))
-        default.append(_read(pred, y))
+        time, (pred, read) = clocks(lambda x=x, y=y: (pred := la.predict(x), _read(pred, y)))
+        default.append(read)
         without.append(_read(replace(pred, outputs=plain(pred.outputs)), y))
         taken += time["cpu"]
     answers = [[torch.cat(parts) for parts in zip(*made, strict=True)] for made in (default, without)]
     unknown = None
     if problem.unknown is not None:
         unknown = torch.cat([la.predict(some).ood_score for some in problem.unknown.split(FORWARD)])
-    took = {**seconds, "predict": taken}
-    return Answer(*answers[0], unknown, took), Answer(*answers[1], unknown)
+    wider = None if unknown is None else unknown / choice.scale  # a variance, as the score of the known inputs is
+    return Answer(*answers[0], unknown, {**seconds, "predict": taken}), Answer(*answers[1], wider)
 
 
 def _read(pred: lw.Prediction, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

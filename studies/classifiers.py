@@ -101,7 +101,8 @@ def pooled_column(networks: list[Row], column: str) -> Row:
         what: float(np.average([one[what] for one in found], weights=n)) for what in ("nll", "ece", "brier", "accuracy")
     }
     row["auroc"] = None if found[0]["auroc"] is None else float(np.average([one["auroc"] for one in found], weights=n))
-    row["seconds"] = {key: float(np.mean([one["seconds"][key] for one in found])) for key in found[0]["seconds"]}
+    phases = set.intersection(*(set(one["seconds"]) for one in found))  # the posterior without its rule may have none
+    row["seconds"] = {key: float(np.mean([one["seconds"][key] for one in found])) for key in sorted(phases)}
     for what in ("nll", "accuracy"):
         sums = [(count, *one["difference"][what]) for count, one in zip(n, found, strict=True)]
         row[f"{what} − network"], row[f"{what} error"] = pooled(sums)
@@ -218,6 +219,17 @@ def worse(rows: list[Row]) -> list[str]:
     ]
 
 
+def counts(rows: list[Row]) -> list[str]:
+    """Networks and seeds of each part."""
+    out = []
+    for part in dict.fromkeys(r["part"] for r in rows):
+        some = [r["seeds"] for r in rows if r["part"] == part]
+        seeds = sorted({seed for row in some for seed in row})
+        of = "" if part == "resnets" else f", seeds {', '.join(map(str, seeds))}"
+        out.append(f"- *{part}*: {len(some)} rows, {sum(map(len, some))} networks{of}.")
+    return out
+
+
 def tables(rows: list[Row]) -> list[str]:
     """Fresh sets first."""
     if not rows:
@@ -226,6 +238,7 @@ def tables(rows: list[Row]) -> list[str]:
     small, large = ([r for r in rows if (r["part"] in SMALL) is yes] for yes in (True, False))
     made = (
         ("Worse than the network", worse(rows)),
+        ("Scored", counts(rows)),
         ("NLL where no trial has looked", each(unseen) if unseen else []),
         ("NLL where trials of other rules have looked", each(fresh) if fresh else []),
         ("Small data in sum", summary(small) if small else []),
