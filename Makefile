@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := .venv-peers
 PSTAMP := $(PEERS)/.installed
+JAX    := .venv-jax
+JSTAMP := $(JAX)/.installed
 DOCS   := .venv-docs
 DSTAMP := $(DOCS)/.installed
 
@@ -64,11 +66,18 @@ $(PSTAMP): pyproject.toml constraints.txt
 	  torchmetrics einops einconv opt_einsum unfoldNd linear_operator -e ".[dev]"
 	touch $@
 
-test-peers: $(PSTAMP)
+# neural-tangents wants an older jax and NumPy's of its own: kernels of infinitely wide networks come from there as numbers.
+$(JSTAMP): pyproject.toml constraints.txt
+	test -x $(JAX)/bin/python || $(PYTHON) -m venv $(JAX)
+	$(JAX)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  jax==0.5.3 jaxlib==0.5.3 neural-tangents==0.6.5
+	touch $@
+
+test-peers: $(PSTAMP) $(JSTAMP)
 	$(PEERS)/bin/python -m pytest tests/peers -o addopts="-q --import-mode=importlib" -W default
 
 bench: $(PSTAMP)
 	$(PEERS)/bin/python benchmarks/exact.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(DOCS) out
+	rm -rf $(VENV) $(PEERS) $(JAX) $(DOCS) out
