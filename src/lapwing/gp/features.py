@@ -10,7 +10,7 @@ Shapes: n data, c outputs, p parameters, k features, h curvature weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ from lapwing.push import pushed
 from lapwing.tangent import TangentModel
 
 TOGETHER = 32  # anchors whose rows are made at once
+Features = Callable[[Any], tuple[Tensor, Tensor]]  # of inputs: f (n, ..., c) and ψ (k, n, ..., c)
 LEAST = 1e-12  # of the largest eigenvalue, a dimension, below which one is rounding
 
 
@@ -56,10 +57,7 @@ class Span(Structure):
 
     def scale(self, prior: Gaussian) -> Tensor:
         """c, 0-dim, of a prior that is c times that of the features; differentiable."""
-        ratio = prior.operator().dense() / self.precision
-        if not torch.allclose(ratio, ratio[0], rtol=1e-12, atol=0):
-            raise InvalidValue("ella's features belong to this prior times any number; for others, fit again")
-        return ratio.mean()
+        return scale_of(prior, self.precision)
 
     def resolved(self, probe: Probe, factor: Factor) -> Span:
         """The structure as it will be fitted to such data, or an error where it cannot be."""
@@ -67,7 +65,12 @@ class Span(Structure):
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         """An empty accumulator for a pass over the data."""
-        return FeatureSum(tangent, self.directions, len(likelihood.curvature_weights(factor.kind)))
+        terms = len(likelihood.curvature_weights(factor.kind))
+        return FeatureSum(tangent, self.features(tangent), len(self.directions), terms)
+
+    def features(self, tangent: TangentModel) -> Features:
+        """x -> f (n, ..., c) and ψ (k, n, ..., c), by k jvps."""
+        return functools.partial(pushed, tangent, self.directions)
 
     def operator(self, state: State, weights: Tensor) -> Any:
         """Σ_h w_h Σ ψᵀΛ_hψ, (k, k): over coordinates z of the span, θ = θ* + z V."""
@@ -90,17 +93,24 @@ class Span(Structure):
         return dict.fromkeys(tangent.layout.names, f"{len(self.directions)} directions of the whole network")
 
 
+def scale_of(prior: Gaussian, precision: Tensor) -> Tensor:
+    """c, 0-dim, of a prior that is c times one with this precision (p,); differentiable."""
+    ratio = prior.operator().dense() / precision
+    if not torch.allclose(ratio, ratio[0], rtol=1e-12, atol=0):
+        raise InvalidValue("the features belong to this prior times any number; for others, fit again")
+    return ratio.mean()
+
+
 class FeatureSum:
     """Σ_n ψᵀ u uᵀ ψ, (h, k, k), in float64."""
 
-    def __init__(self, tangent: TangentModel, directions: Tensor, terms: int) -> None:
-        self.tangent, self.directions = tangent, directions
-        k = len(directions)
+    def __init__(self, tangent: TangentModel, features: Features, k: int, terms: int) -> None:
+        self.made = features
         self.gram = torch.zeros(terms, k, k, dtype=torch.float64, device=tangent.device)
 
     def forward(self, x: Any) -> Tensor:
         """The outputs f (n, ..., c) of a batch."""
-        f, self.features = pushed(self.tangent, self.directions, x)  # (n, ..., c), (k, n, ..., c)
+        f, self.features = self.made(x)  # (n, ..., c), (k, n, ..., c)
         return f
 
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:

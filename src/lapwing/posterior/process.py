@@ -2,7 +2,8 @@
 
     h(x) = m(x) + φ(x) z,    z ~ N(0, c⁻¹ I) before,    z ~ N(0, (Σ_n φ_nᵀ Λ_n φ_n + c I)⁻¹) after
 
-m is the network's own output. What lies outside the features has no variance.
+m is the network's own output. What lies outside the features has no variance, unless `outside` says what the kernel has
+there, which no data have told of: cov = φ P⁻¹ φᵀ + c⁻¹ (k − φ φᵀ), the sparse process of inducing points.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Process:
     features: Callable[[Any], tuple[Tensor, Tensor]]  # x -> m (n, ..., c) and φ (k, n, ..., c)
     gram: Tensor  # Σ φᵀ Λ φ, (k, k)
     prior_precision: Tensor  # c, 0-dim
+    outside: Callable[[Any, Tensor, bool], Tensor] | None = None  # x, φ, joint -> k − φ φᵀ, in the shape of covariances
 
     @cached_property
     def precision(self) -> Tensor:
@@ -49,10 +51,12 @@ class Process:
         else:
             half = half.reshape(features.shape)
             cov = torch.einsum("k...a,k...b->...ab", half, half)
+        if self.outside is not None:
+            cov = cov + self.outside(x, features, joint).to(cov) / self.prior_precision
         return Normal(f, cov.to(f), joint)
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """n weights of the features, (n, k): n functions m(x) + φ(x) z."""
+        """n weights of the features, (n, k): n functions m(x) + φ(x) z, without what is outside of them."""
         n, generator = given.whole(n, "the number of draws"), given.generator(generator)
         noise = linalg.standard_normal((n, len(self.gram)), generator, self.gram)
         return torch.linalg.solve_triangular(self._root.mT, noise.mT, upper=True).mT

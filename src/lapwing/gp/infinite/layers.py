@@ -26,8 +26,13 @@ from lapwing.gp.infinite.moments import Moments
 class Layer(Protocol):
     """What a kernel asks of a layer."""
 
-    pools: bool  # whether it needs all pairs of positions
-    weighs: bool  # whether it has weights
+    @property
+    def pools(self) -> bool:
+        """Whether it needs all pairs of positions."""
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it has weights."""
 
     def __call__(self, moments: Moments, w: float, b: float) -> Moments:
         """The moments after it."""
@@ -70,7 +75,7 @@ class Act:
             )
         q = moments.variances
         both = moments.spread(*q)
-        slope = None if moments.tangent is None else self.phi.slope(*both, moments.cross)
+        theta = moments.tangent
         left, right = (
             self.phi.second(*moments.spread_own(v), side)
             for v, side in zip(q, (moments.left, moments.right), strict=True)
@@ -81,7 +86,7 @@ class Act:
             left=left,
             right=right,
             means=(self.phi.mean(q[0]), self.phi.mean(q[1])),
-            tangent=None if slope is None else moments.tangent * slope,
+            tangent=None if theta is None else theta * self.phi.slope(*both, moments.cross),
             gaussian=False,
         )
 

@@ -96,8 +96,8 @@ def expected(function: Function, k11: Tensor, k22: Tensor, k12: Tensor) -> Tenso
         total += power * a * b
         power *= rho
     if bool(missed.any()):
-        sides = (k.sqrt().expand(rho.shape)[missed] for k in (k11, k22))
-        total[missed] = _polar(function, *sides, torch.acos(rho[missed]), RADII, ANGLES)
+        u, v = (k.sqrt().expand(rho.shape)[missed] for k in (k11, k22))
+        total[missed] = _polar(function, u, v, torch.acos(rho[missed]), RADII, ANGLES)
     return total
 
 

@@ -3,7 +3,7 @@
     ∂ log Z / ∂η = ½ Σ_c tr[(α_c α_cᵀ − (K + D_c)⁻¹) ∂(K + D_c)/∂η],   α_c = (K + D_c)⁻¹(ỹ_c − m_c)
 
 ∂K/∂ log w and ∂K/∂ log b are central differences of the kernel, which serve every activation; the noise's derivative is
-exact. L-BFGS with a strong Wolfe search in log space, inside bounds as in `tune/evidence.py`.
+exact.
 """
 
 from __future__ import annotations
@@ -14,48 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue, NotConverged
-from lapwing.tune.bounds import Box, Tuning, warn_bound
+from lapwing.errors import InvalidValue
+from lapwing.gp.climb import climbed
+from lapwing.tune.bounds import Box, Tuning
 
 if TYPE_CHECKING:
     from lapwing.gp.infinite.regression import Regression
 
 STEP = 1e-3  # of a central difference, in log space
 FACTOR = 1e4  # either way, that a variance may move from where it starts
-STEPS = 60
-TOLERANCE = 1e-6  # of the gradient, relative to the number of targets
 
 
 def searched(process: Regression, fixed: tuple[str, ...]) -> tuple[dict[str, Tensor], Tuning]:
     """The hyperparameters that the evidence picks, and how it went."""
-    box = bounds(process, fixed)
-    u = {k: torch.logit((v - box.low[k]) / (box.high[k] - box.low[k])).requires_grad_() for k, v in box.start.items()}
-    trace: list[float] = []
-    enough = TOLERANCE * process.n * process.outputs
-    optimizer = torch.optim.LBFGS(
-        list(u.values()), max_iter=STEPS, tolerance_grad=enough, tolerance_change=1e-10, line_search_fn="strong_wolfe"
-    )
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        logs = {k: box.low[k] + (box.high[k] - box.low[k]) * torch.sigmoid(v) for k, v in u.items()}
-        value, slope = value_and_slope(process.at({k: v.detach().exp() for k, v in logs.items()}), tuple(logs))
-        if not math.isfinite(float(value)):
-            raise NotConverged(f"the log evidence became {float(value)} while tuning {list(u)}; fix one with fixed=")
-        torch.autograd.backward(list(logs.values()), [-slope[k] for k in logs])
-        trace.append(float(value))
-        return -value
-
-    optimizer.step(closure)
-    final = {k: (box.low[k] + (box.high[k] - box.low[k]) * torch.sigmoid(v)).detach() for k, v in u.items()}
-    slope = value_and_slope(process.at({k: v.exp() for k, v in final.items()}), tuple(final))[1]
-    at_bound = box.at_bound(final)
-    steep = max(float(v.abs().max()) for v in slope.values())
-    converged = bool(at_bound) or steep <= max(1e-2, 100 * enough)
-    warn_bound(at_bound)
-    steps = optimizer.state[next(iter(u.values()))]["n_iter"]
-    values = {k: v.exp() for k, v in final.items()}
-    return values, Tuning("evidence", "", tuple(trace), steps, converged, at_bound, fixed)
+    evidence = lambda values: value_and_slope(process.at(values), tuple(values))  # noqa: E731
+    return climbed(bounds(process, fixed), evidence, process.n * process.outputs, fixed, center="")
 
 
 def bounds(process: Regression, fixed: tuple[str, ...]) -> Box:

@@ -1,0 +1,128 @@
+"""The empirical tangent kernel equals J Jᵀ of plain autograd, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from helpers import backward_rows, close, draw, normal
+from lapwing.gp.empirical import Side, products
+
+
+class Tied(nn.Module):
+    """A weight that is used twice: no rule speaks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+
+
+class Mixing(nn.Module):
+    """Outputs that depend on the whole batch: it cannot be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) - torch.tanh(self.inner(x)).mean(0)
+
+
+def network(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
+    torch.manual_seed(0)
+    if kind == "dense":
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), (4,)
+    if kind == "images":
+        head = nn.Flatten(), nn.Linear(18, 3)
+        return nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), *head).double().eval(), (2, 3, 4)
+    if kind == "tied":
+        return Tied().double(), (4,)
+    if kind == "mixing":
+        return Mixing().double(), (4,)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), (2, 4)  # positions
+
+
+KINDS = ("dense", "images", "tied", "positions", "mixing")
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """(*f, p)."""
+    return backward_rows(model(x), model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:this network cannot be cut into examples")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [None, 2**16])
+def test_it_is_the_product_of_jacobians(kind: str, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shape = network(kind)
+    monkeypatch.setattr("lapwing.gp.empirical.LARGEST", 4)
+    tangent, x, other = lw.linearize(model), draw(7, *shape), draw(5, *shape)
+    J, H = jacobian(model, x), jacobian(model, other)
+    close(lw.gp.kernel(tangent, x, other, memory_budget=budget), torch.tensordot(J, H, ([-1], [-1])), 1e-10)
+    close(lw.gp.kernel(tangent, x, memory_budget=budget), torch.tensordot(J, J, ([-1], [-1])), 1e-10)
+    if kind != "positions":
+        each = torch.einsum("ncp,mcp->cnm", J, H)
+        close(lw.gp.kernel(tangent, x, other, per_output=True, memory_budget=budget), each, 1e-10)
+        own = torch.einsum("ncp,mcp->cnm", J, J)
+        close(lw.gp.kernel(tangent, x, per_output=True, memory_budget=budget), own, 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["dense", "images", "tied"])
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_blocks_and_pieces_change_nothing(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few examples at once on both sides, and few outputs."""
+    model, shape = network(kind)
+    monkeypatch.setattr("lapwing.gp.empirical.LARGEST", 2)
+    tangent, x, other = lw.linearize(model), draw(7, *shape), draw(5, *shape)
+    J, H = jacobian(model, x), jacobian(model, other)
+    side = Side(tangent, x, 2 * block * J[0].numel() * 8)
+    there = Side(tangent, other, side.budget)
+    for per_output, law in ((True, "ncp,mcp->cnm"), (False, "ncp,mdp->ncmd")):
+        close(products(side, there, per_output), torch.einsum(law, J, H), 1e-10)
+        close(products(side, None, per_output), torch.einsum(law, J, J), 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["dense", "images"])
+def test_a_prior_weighs_the_weights(kind: str) -> None:
+    model, shape = network(kind)
+    tangent, x, other = lw.linearize(model), draw(7, *shape), draw(5, *shape)
+    J, H = jacobian(model, x), jacobian(model, other)
+    for precision in (0.3 + torch.rand(J.shape[-1]).double(), torch.full((J.shape[-1],), 0.7).double()):
+        found = products(Side(tangent, x, 2**20, precision), Side(tangent, other, 2**20, precision))
+        close(found, torch.einsum("ncp,p,mdp->ncmd", J, 1 / precision, H), 1e-10)
+
+
+def test_subsets_float32_and_one_input() -> None:
+    model, _ = network("dense")
+    x = normal(1, 4)
+    last = lw.linearize(model, subset="last_layer", example=x)
+    J = jacobian(model, x)[..., 25:]
+    close(lw.gp.kernel(last, x), torch.einsum("ncp,mdp->ncmd", J, J), 1e-10)
+    single = lw.gp.kernel(lw.linearize(model.float()), x.float())
+    assert single.dtype == torch.float64
+    model.double()
+
+
+def test_repeated_inputs_have_equal_rows() -> None:
+    model, _ = network("dense")
+    x = normal(3, 4)
+    K = lw.gp.kernel(lw.linearize(model), torch.cat([x, x]))
+    close(K[:3], K[3:], 1e-12)
+
+
+def test_bad_input_is_named() -> None:
+    model, _ = network("positions")
+    tangent = lw.linearize(model)
+    with pytest.raises(lw.errors.Unsupported, match="per_output"):
+        lw.gp.kernel(tangent, draw(3, 2, 4), per_output=True)
+    with pytest.raises(lw.errors.InvalidValue, match=r"lw\.linearize"):
+        lw.gp.kernel(model, draw(3, 2, 4))
+    with pytest.raises(lw.errors.InvalidValue, match="no example"):
+        lw.gp.kernel(tangent, draw(0, 2, 4))
+    with pytest.raises(lw.errors.InvalidValue, match="NaN"):
+        lw.gp.kernel(tangent, draw(3, 2, 4) * float("nan"))
