@@ -61,9 +61,9 @@ $(PSTAMP): pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  laplace-torch==0.3 curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 asdfghjkl
+	  laplace-torch==0.3 curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 asdfghjkl gpytorch==1.15
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  torchmetrics einops einconv opt_einsum unfoldNd linear_operator -e ".[dev]"
+	  torchmetrics einops einconv opt_einsum unfoldNd linear_operator jaxtyping mpmath -e ".[dev]"
 	touch $@
 
 # neural-tangents wants an older jax and NumPy's of its own: kernels of infinitely wide networks come from there as numbers.
