@@ -33,13 +33,31 @@ class Mixing(nn.Module):
         return torch.tanh(self.inner(x)) - torch.tanh(self.inner(x)).mean(0)
 
 
+class Branching(nn.Module):
+    """Which layer is called depends on the data: no treatment is chosen for all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = x[:, :1] > 0
+        first = self.one(x) if bool(up.any()) else 0.0
+        second = self.two(x) if not bool(up.all()) else 0.0
+        return torch.where(up, first, second)
+
+
 def network(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
     torch.manual_seed(0)
     if kind == "dense":
         return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), (4,)
     if kind == "images":
-        head = nn.Flatten(), nn.Linear(18, 3)
-        return nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), *head).double().eval(), (2, 3, 4)
+        head = nn.Flatten(), nn.Linear(24, 3)
+        return nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.BatchNorm2d(4), nn.Tanh(), *head).double().eval(), (
+            2,
+            3,
+            4,
+        )
     if kind == "tied":
         return Tied().double(), (4,)
     if kind == "mixing":
@@ -106,6 +124,26 @@ def test_subsets_float32_and_one_input() -> None:
     single = lw.gp.kernel(lw.linearize(model.float()), x.float())
     assert single.dtype == torch.float64
     model.double()
+
+
+def test_tokens_are_looked_up() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)).double()
+    x, other = torch.randint(7, (6, 5)), torch.randint(7, (4, 5))
+    J, H = jacobian(model, x), jacobian(model, other)
+    close(lw.gp.kernel(lw.linearize(model), x, other), torch.einsum("ncp,mdp->ncmd", J, H), 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:this network cannot be batched")
+def test_layers_that_are_not_always_called() -> None:
+    torch.manual_seed(0)
+    model, x = Branching().double(), draw(6, 4)
+    x[:, 0] = torch.tensor([1.0, -1, 1, -1, 1, 1])  # the probe calls both, single examples one
+    J = jacobian(model, x)
+    side = Side(lw.linearize(model), x, 2 * J[0].numel() * 8)
+    close(products(side, None), torch.einsum("ncp,mdp->ncmd", J, J), 1e-10)
+    other = Side(side.tangent, x[:1], 2**20)
+    close(products(side, other), torch.einsum("ncp,mdp->ncmd", J, J[:1]), 1e-10)
 
 
 def test_repeated_inputs_have_equal_rows() -> None:

@@ -2,11 +2,12 @@
 
     K[n, a, m, b] = Σ_p ∂f_a(x_n)/∂θ_p A_p⁻¹ ∂f_b(x'_m)/∂θ_p = J(x) A⁻¹ J(x')ᵀ,     A = 1 unless a prior is given
 
-Rows of a layer without shared positions are g ⊗ a, and never made: its part of K is ⟨g, g'⟩⟨a, a'⟩. Rows of the other
-layers are made for a block of examples of the first set, which is held, and for pieces of the second, which are made
-again for each block: one block, and one backward pass an output of an example, where the first set's rows fit half of
-the memory budget. Where both sets are one, each pair is taken once. Rows and products are in the network's dtype, sums
-in float64. Shapes: n and m inputs, c outputs, p parameters.
+as a sum over layers. A layer without shared positions has gradients a ⊗ g, which are never made: its part of K is
+⟨a, a'⟩⟨g, g'⟩. Those of other layers are made, each layer's by itself, for pieces of examples: no row across the
+network is. As many pieces of the first set are held as fit half of the memory budget, and the second set goes by: once,
+and with one backward pass for an output of an example, where the first set fits. Where both sets are one, each pair of
+pieces is taken once. Gradients and their products are in the network's dtype, sums in float64.
+Shapes: n and m inputs, c outputs, k and l outputs at once, p parameters of a layer.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.arguments import as_budget
+from lapwing.curvature.capture import Capture, Changed
 from lapwing.curvature.cover import cover
-from lapwing.curvature.gram import add_gram, mirrored
-from lapwing.curvature.rows import RowMaker, StreamedRows
+from lapwing.curvature.parts import Part
+from lapwing.curvature.rules import DenseInputs
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.operators.root import Pair
 from lapwing.posterior.base import check_inputs
 from lapwing.push import LARGEST
 from lapwing.tangent import TangentModel
@@ -44,180 +45,263 @@ def kernel(
     """J(x1) J(x2)ᵀ of a linearized network (`lw.linearize`) over its selected weights, (n₁, c, n₂, c) in float64; of
     outputs with positions, (n₁, ..., c, n₂, ..., c). x2=None is x1.
 
-    per_output: of each output with itself alone, (c, n₁, n₂). memory_budget: bytes for rows (1 GiB); with less, inputs
-    of x2 are gone through more than once."""
+    per_output: of each output with itself alone, (c, n₁, n₂). memory_budget: bytes for gradients (1 GiB); with less,
+    inputs of x2 are gone through more than once."""
     first = Side(tangent, _given(tangent, x1), as_budget(memory_budget))
     second = None if x2 is None else replace(first, x=_given(tangent, x2))
     return products(first, second, per_output)
 
 
 @dataclass(frozen=True, eq=False)
+class Outer:
+    """Gradients a ⊗ g of a layer without shared positions."""
+
+    a: Tensor  # (n, i)
+    g: Tensor  # (k, n, o)
+
+    @property
+    def made(self) -> Tensor:
+        """(k, n, i·o)."""
+        return (self.a.unsqueeze(-1) * self.g.unsqueeze(-2)).flatten(2)
+
+    @property
+    def bytes(self) -> int:
+        """Of memory."""
+        return (self.a.numel() + self.g.numel()) * self.a.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """Gradients of a layer, or of all parameters that no rule speaks for."""
+
+    made: Tensor  # (k, n, p)
+
+    @property
+    def bytes(self) -> int:
+        """Of memory."""
+        return self.made.numel() * self.made.element_size()
+
+
+Layers = dict[str, Any]  # Outer or Made, by the name of a layer
+
+
+@dataclass(frozen=True, eq=False)
 class Side:
-    """Inputs at which rows of J are made, over a memory budget; `precision` (p,) is that of a prior, None for 1."""
+    """Inputs at which gradients are taken, within a memory budget; `precision` (p,) is that of a prior, None for 1."""
 
     tangent: TangentModel
     x: Any
     budget: int
     precision: Tensor | None = None
+    whole: bool = False  # whether layers are not told apart: where a batch uses them in another way than the probe
 
     @cached_property
     def f(self) -> Tensor:
         """The outputs, (n, ..., c)."""
         return torch.cat([self.tangent(piece) for piece in self.pieces(LARGEST)])
 
+    @property
+    def outputs(self) -> int:
+        """Of an example, at all positions."""
+        return self.f[0].numel()
+
     @cached_property
-    def pairs(self) -> dict[str, Pair]:
-        """Layers whose rows are outer products, those of all outputs of an example one after the other."""
-        eye = self.cotangents(range(self.f[0].numel()))
-        pieces = list(self.pieces(LARGEST))
-        counts = [len(self.f)] if len(pieces) == 1 else [tree.batch_size(piece) for piece in pieces]
-        batches = tuple((x, eye.expand(n, *eye.shape)) for x, n in zip(pieces, counts, strict=True))
-        found = StreamedRows(self.tangent, batches, self.budget).pairs
-        return {name: pair for name, pair in found.items() if self.scale(pair) is not None}
+    def parts(self) -> tuple[Part, ...]:
+        """The layers with a rule."""
+        found = () if self.whole else cover(self.tangent, self.x)
+        return tuple(part for part in found if not part.generic)
 
-    def scale(self, pair: Pair) -> float | None:
-        """1 / the precision of a layer's weights; None where they have several."""
-        if self.precision is None:
-            return 1.0
-        own = self.precision[pair.index]
-        return 1 / float(own[0]) if bool((own == own[0]).all()) else None
+    @cached_property
+    def others(self) -> tuple[str, ...]:
+        """Parameters without one."""
+        known = {name for part in self.parts for name in part.parameters}
+        return tuple(name for name in self.tangent.layout.names if name not in known)
 
-    def cotangents(self, outputs: range) -> Tensor:
-        """Rows of the identity, (k, ..., c)."""
-        eye = torch.eye(self.f[0].numel(), dtype=self.f.dtype, device=self.f.device)
-        return eye[outputs.start : outputs.stop].reshape(-1, *self.f.shape[1:])
+    @cached_property
+    def each(self) -> int:
+        """Bytes of an example's gradients for one output, as one example tells."""
+        _, one = next(replace(self, x=next(self.pieces(1))).layers(range(1), 1))
+        return max(1, sum(layer.bytes for layer in one.values()) // (1 if self._cut else len(self.f)))
+
+    @property
+    def _cut(self) -> bool:
+        return self.tangent.separable(self.x)
 
     def pieces(self, size: int) -> Iterator[Any]:
         """The inputs in pieces of so many examples; whole, where they cannot be cut."""
-        if not self.tangent.separable(self.x):
+        if not self._cut:
             yield self.x
             return
         for start in range(0, tree.batch_size(self.x), size):
             yield tree.rows_of(self.x, slice(start, start + size))
 
-    def maker(self, without: frozenset[str]) -> RowMaker | None:
-        """Of rows of all parameters but those of some layers; None where no other is left."""
-        parts = cover(self.tangent, self.x)
-        out = {name for part in parts if part.name in without for name in part.parameters}
-        names = tuple(name for name in self.tangent.layout.names if name not in out)
-        return RowMaker(self.tangent, parts, names) if names else None
+    def layers(self, outputs: range, size: int, after: int = 0) -> Iterator[tuple[slice, Layers]]:
+        """Gradients of some outputs, layer by layer, scaled by A^-½, for pieces of the inputs after some of them."""
+        capture, start = Capture(self.tangent, self.parts), after
+        rest = replace(self, x=tree.rows_of(self.x, slice(after, None))) if after else self
+        for x in rest.pieces(size):
+            record = capture.run(x)
+            n, f = len(record.f), record.f.detach()
+            eye = torch.eye(f[0].numel(), dtype=f.dtype, device=f.device)[outputs.start : outputs.stop]
+            u = eye.reshape(-1, *f.shape[1:]).expand(n, len(eye), *f.shape[1:])
+            found = self._of_rules(record, u)
+            if self.others:
+                pulled = self.tangent.pulled(x, u, self.others).transpose(0, 1)
+                found[""] = Made(pulled if self.precision is None else pulled * self._roots(self.others))
+            yield slice(start, start + n), found
+            start += n
 
-    def rows(self, maker: RowMaker, outputs: range, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of some outputs in pieces of the inputs, (n', k, p'), scaled by A^-½."""
-        u, scale, start = self.cotangents(outputs), self._root(maker), 0
-        for piece in self.pieces(size):
-            parts: list[Tensor] = []
-            for x in replace(self, x=piece).pieces(LARGEST):
-                record = maker.run(x)
-                parts += maker.rows(record, x, u.expand(len(record.f), *u.shape), self.budget // 4)
-            rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-            yield slice(start, start + len(rows)), rows if scale is None else rows * scale
-            start += len(rows)
+    def _of_rules(self, record: Any, u: Tensor) -> Layers:
+        """Those of layers with a rule, for cotangents u (n, k, ..., c)."""
+        views, parts, k = record.views(), {part.name: part for part in record.called}, 0
+        found: dict[str, Any] = {}
+        for gradients in record.columns(u, 1, self.budget // 4):
+            count = 0
+            for name, g in gradients.items():
+                count, view = len(g), views[name]
+                if isinstance(view, DenseInputs) and view.positions == 1 and g.shape[3] == 1:
+                    found.setdefault(name, []).append(g[:, :, 0, 0])
+                    continue
+                if name not in found:
+                    found[name] = g.new_empty(u.shape[1], g.shape[1], parts[name].size)
+                _contract(view, g, found[name][k : k + count])
+            k += count
+        return {name: self._scaled(parts[name], views[name], made) for name, made in found.items()}
 
-    def _root(self, maker: RowMaker) -> Tensor | None:
+    def _scaled(self, part: Part, view: Any, made: Any) -> Outer | Made:
+        layer = Outer(view.a[:, 0, 0], torch.cat(made)) if isinstance(made, list) else Made(made)
         if self.precision is None:
-            return None
+            return layer
+        b, o, i = part.shape
+        root = self.precision[part.index(self.tangent.layout)].rsqrt().reshape(b, o, i).mT.reshape(-1).to(self.f)
+        if isinstance(layer, Outer) and bool((root == root[0]).all()):
+            return replace(layer, g=layer.g * root[0])
+        return Made(layer.made * root)
+
+    def _roots(self, names: tuple[str, ...]) -> Tensor:
+        assert self.precision is not None
         slices = self.tangent.layout.slices()
-        return torch.cat([self.precision[slices[name]] for name in maker.names]).rsqrt().to(self.f)
+        return torch.cat([self.precision[slices[name]] for name in names]).rsqrt().to(self.f)
+
+
+def _contract(view: Any, g: Tensor, out: Tensor) -> None:
+    """Σ_s a ⊗ g over positions, (k, n, b·i·o), into out; g (k, n, s, b, o)."""
+    if not isinstance(view, DenseInputs):
+        out.copy_(view.outer(g).mT.flatten(2))
+        return
+    a = view.a.permute(0, 2, 3, 1)  # (n, b, i, s)
+    for one, into in zip(g, out, strict=True):
+        torch.matmul(a, one.transpose(1, 2), out=into.view(*a.shape[:3], g.shape[-1]))
 
 
 def products(first: Side, second: Side | None, per_output: bool = False) -> Tensor:
-    """J A⁻¹ Jᵀ between two sides; second=None is the first."""
-    f, other = first.f, first.f if second is None else second.f
+    """J A⁻¹ Jᵀ between two sides, (*f, *f'), or (c, n, m); second=None is the first."""
+    f = first.f
     if per_output and f.ndim != 2:
         raise Unsupported(
             f"per_output=True is for outputs (n, c), and these are {tuple(f.shape)}; without it, K is of all of them"
         )
-    q, r = f[0].numel(), other[0].numel()
-    shape = (q, len(f), len(other)) if per_output else (len(f), q, len(other), r)
-    total = torch.zeros(shape, dtype=torch.float64, device=f.device)
-    paired = first.pairs.keys() & (first if second is None else second).pairs.keys()
-    for name in paired:
-        one, two = first.pairs[name], (first if second is None else second).pairs[name]
-        total += _of_pair(one, two, q if per_output else 0).reshape(shape) * (first.scale(one) or 0.0)
-    maker = first.maker(frozenset(paired))
-    if maker is not None:
-        _add_rows(total, first, second, maker, per_output)
-    return total if per_output else total.reshape(*f.shape, *other.shape)
+    try:
+        found = _summed(first, second, per_output)
+    except Changed:
+        other = None if second is None else replace(second, whole=True)
+        found = _summed(replace(first, whole=True), other, per_output)
+    if per_output:
+        return found
+    return found.transpose(0, 1).transpose(2, 3).reshape(*f.shape, *(f if second is None else second.f).shape)
+
+
+def _summed(first: Side, second: Side | None, per_output: bool) -> Tensor:
+    """(k, n, l, m), or (k, n, m)."""
+    other, n, q = second or first, len(first.f), first.outputs
+    shape = (q, n, len(other.f)) if per_output else (q, n, other.outputs, len(other.f))
+    total = torch.zeros(shape, dtype=torch.float64, device=first.f.device)
+    at_once = max(1, min(q, first.budget // (2 * n * first.each))) if per_output else q
+    size = max(1, min(LARGEST, first.budget // (8 * at_once * first.each)))
+    for start in range(0, q, at_once):
+        outputs = range(start, min(q, start + at_once))
+        theirs = outputs if per_output else range(other.outputs)
+        for block in _blocks(first, outputs, size):
+            if second is None:
+                for place, (j, layers) in enumerate(block):
+                    _add(total, block[: place + 1], j, layers, outputs, per_output, mirrored=True)
+            after = block[-1][0].stop if second is None else 0
+            if second is not None or after < n:
+                for j, layers in other.layers(theirs, size, after):
+                    _add(total, block, j, layers, outputs, per_output, mirrored=second is None)
+    return total
+
+
+def _blocks(side: Side, outputs: range, size: int) -> Iterator[list[tuple[slice, Layers]]]:
+    """Pieces that are held together: as many as fit half of the budget."""
+    start, n = 0, len(side.f)
+    while start < n:
+        block: list[tuple[slice, Layers]] = []
+        room = side.budget // 2
+        for index, layers in side.layers(outputs, size, start):
+            block.append((index, layers))
+            taken = sum(layer.bytes for layer in layers.values())
+            room -= taken
+            if room < taken:
+                break
+        start = block[-1][0].stop
+        yield block
+
+
+def _add(
+    total: Tensor, block: list[Any], j: slice, layers: Layers, outputs: range, per_output: bool, mirrored: bool
+) -> None:
+    """Add the products of pieces that are held with one that goes by; and their mirror image."""
+    k = slice(outputs.start, outputs.stop)
+    for i, held in block:
+        found = sum(_between(held[name], layers[name], per_output) for name in held.keys() & layers.keys())
+        if isinstance(found, int):  # no weight has a gradient here
+            continue
+        if per_output:
+            total[k, i, j] += found
+        else:
+            total[k, i, :, j] += found
+        if mirrored and i != j:
+            if per_output:
+                total[k, j, i] += found.mT
+            else:
+                total[:, j, k, i] += found.permute(2, 3, 0, 1)
+
+
+def _between(one: Any, two: Any, per_output: bool) -> Tensor:
+    """Products of a layer's gradients: (k, n, m), or (k, n, l, m)."""
+    if isinstance(one, Outer) and isinstance(two, Outer):
+        inner, g, h = one.a @ two.a.mT, one.g, two.g
+        if per_output:
+            return inner * (g @ h.mT)
+        return (g.flatten(0, 1) @ h.flatten(0, 1).mT).reshape(*g.shape[:2], *h.shape[:2]) * inner.unsqueeze(1)
+    g, h = one.made, two.made
+    if per_output:
+        return g @ h.mT
+    return (g.flatten(0, 1) @ h.flatten(0, 1).mT).reshape(*g.shape[:2], *h.shape[:2])
 
 
 def own_products(side: Side) -> Tensor:
     """J A⁻¹ Jᵀ of each input with itself, (n, q, q) over all q outputs of an example."""
-    q = side.f[0].numel()
+    try:
+        return _own(side)
+    except Changed:
+        return _own(replace(side, whole=True))
+
+
+def _own(side: Side) -> Tensor:
+    q = side.outputs
     total = torch.zeros(len(side.f), q, q, dtype=torch.float64, device=side.f.device)
-    for pair in side.pairs.values():
-        total += pair.squares(q) * (side.scale(pair) or 0.0)
-    maker = side.maker(frozenset(side.pairs))
-    if maker is not None:
-        piece = max(1, min(LARGEST, side.budget // (4 * q * maker.width * side.f.element_size())))
-        for i, rows in side.rows(maker, range(q), piece):
-            total[i] += rows @ rows.mT
+    size = max(1, min(LARGEST, side.budget // (4 * q * side.each)))
+    for i, layers in side.layers(range(q), size):
+        for layer in layers.values():
+            if isinstance(layer, Outer):
+                g = layer.g.transpose(0, 1)  # (n, q, o)
+                total[i] += (g @ g.mT) * layer.a.square().sum(1)[:, None, None]
+            else:
+                made = layer.made.transpose(0, 1)
+                total[i] += made @ made.mT
     return total
-
-
-def _of_pair(one: Pair, two: Pair, outputs: int) -> Tensor:
-    """⟨g, g'⟩⟨a, a'⟩ of all rows, (n·c, m·c); or of each of so many outputs, (c, n, m)."""
-    if not outputs:
-        return one.products(two)
-    a, b = (pair.a[::outputs] for pair in (one, two))
-    g, h = (pair.g.unflatten(0, (-1, outputs)).transpose(0, 1) for pair in (one, two))  # (c, n, o)
-    return (a @ b.mT) * (g @ h.mT)
-
-
-def _add_rows(total: Tensor, first: Side, second: Side | None, maker: RowMaker, per_output: bool) -> None:
-    """Add the products of rows: blocks of the first side are held, and the second goes by in pieces."""
-    n, q, each = len(first.f), first.f[0].numel(), maker.width * first.f.element_size()
-    count = max(1, min(q, first.budget // (2 * n * each))) if per_output else q  # outputs at once
-    block = max(1, first.budget // (2 * count * each))
-    piece = max(1, min(LARGEST, first.budget // (4 * count * each)))
-    for start in range(0, q, count):
-        outputs = range(start, min(q, start + count))
-        for i, held in first.rows(maker, outputs, block):
-            if second is None:
-                _put(total, i, i, outputs, _own(held, per_output), per_output)
-            theirs = outputs if per_output or second is None else range(second.f[0].numel())
-            for j, rows in _others(first, second, maker, theirs, piece, i.stop):
-                found = _between(held, rows, per_output)
-                _put(total, i, j, outputs, found, per_output)
-                if second is None:
-                    _put(total, j, i, outputs, found.mT if per_output else found.permute(2, 3, 0, 1), per_output)
-
-
-def _others(
-    first: Side, second: Side | None, maker: RowMaker, outputs: range, piece: int, after: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of the second side; where it is the first, of those after the block that is held."""
-    if second is not None:
-        yield from second.rows(maker, outputs, piece)
-    elif after < len(first.f):
-        rest = replace(first, x=tree.rows_of(first.x, slice(after, None)))
-        for j, rows in rest.rows(maker, outputs, piece):
-            yield slice(j.start + after, j.stop + after), rows
-
-
-def _between(one: Tensor, two: Tensor, per_output: bool) -> Tensor:
-    """Products of rows (n, k, p) and (m, l, p): (n, k, m, l), or (k, n, m)."""
-    if per_output:
-        return one.transpose(0, 1) @ two.permute(1, 2, 0)
-    return (one.flatten(0, 1) @ two.flatten(0, 1).mT).reshape(*one.shape[:2], *two.shape[:2])
-
-
-def _own(rows: Tensor, per_output: bool) -> Tensor:
-    """Those of rows (n, k, p) with themselves: the lower triangle, mirrored."""
-    n, k, _ = rows.shape
-    sets = rows.unbind(1) if per_output else [rows.flatten(0, 1)]
-    out = rows.new_zeros(len(sets), len(sets[0]), len(sets[0]))
-    for total, one in zip(out, sets, strict=True):
-        add_gram(total, one.mT)
-    found = mirrored(out)
-    return found if per_output else found[0].reshape(n, k, n, k)
-
-
-def _put(total: Tensor, i: slice, j: slice, outputs: range, found: Tensor, per_output: bool) -> None:
-    if per_output:
-        total[outputs.start : outputs.stop, i, j] += found
-    else:
-        total[i, :, j] += found
 
 
 def _given(tangent: TangentModel, x: Any) -> Any:

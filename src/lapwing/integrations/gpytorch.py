@@ -29,7 +29,7 @@ def infinite_kernel(k: infinite.Kernel, shape: tuple[int, ...] | None = None) ->
     if not isinstance(k, infinite.Kernel):
         raise InvalidValue(f"infinite_kernel takes a kernel of lw.gp.infinite, got {type(k).__name__}")
 
-    class InfiniteKernel(gpytorch.kernels.Kernel):  # type: ignore[name-defined, misc]
+    class InfiniteKernel(gpytorch.kernels.Kernel):  # type: ignore[name-defined]
         """k(x₁, x₂), differentiable in the variances."""
 
         has_lengthscale = False
@@ -62,7 +62,7 @@ def tangent_kernel(tangent: TangentModel, output: int | None = None, shape: tupl
     the kernel at the inputs that it saw last is kept. shape: of an input that is no vector."""
     gpytorch = _library()
 
-    class TangentKernel(gpytorch.kernels.Kernel):  # type: ignore[name-defined, misc]
+    class TangentKernel(gpytorch.kernels.Kernel):  # type: ignore[name-defined]
         """J(x₁) J(x₂)ᵀ."""
 
         has_lengthscale = False
