@@ -105,7 +105,7 @@ class FeatureSum:
     """Σ_n ψᵀ u uᵀ ψ, (h, k, k), in float64."""
 
     def __init__(self, tangent: TangentModel, features: Features, k: int, terms: int) -> None:
-        self.made = features
+        self.tangent, self.made = tangent, features
         self.gram = torch.zeros(terms, k, k, dtype=torch.float64, device=tangent.device)
 
     def forward(self, x: Any) -> Tensor:
