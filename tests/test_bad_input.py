@@ -940,3 +940,10 @@ def test_values_of_the_wrong_type(case: str) -> None:
     use, says = WRONG_VALUES[case]
     with pytest.raises(lw.errors.InvalidValue, match=says):
         use()
+
+
+def test_a_task_is_named_where_a_likelihood_is_wanted() -> None:
+    net = torch.nn.Linear(2, 3)
+    x, y = torch.randn(6, 2), torch.tensor([0, 1, 2, 0, 1, 2])
+    with pytest.raises(lw.errors.InvalidValue, match=r"'classification' is a task of lw\.laplace"):
+        lw.gp.ella(net, (x, y), "classification")
