@@ -70,8 +70,8 @@ def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
         return LIKELIHOODS[likelihood]()
     if task_of(likelihood):
         raise InvalidValue(
-            f"{likelihood!r} is a task of lw.laplace and lw.doctor; name a likelihood here, 'gaussian' or 'categorical' "
-            "for instance"
+            f"{likelihood!r} is a task of lw.laplace and lw.doctor; name a likelihood here: 'gaussian', 'categorical' "
+            "or another"
         )
     raise InvalidValue(f"likelihood must be one of {[*TASKS, *LIKELIHOODS]} or an object, got {likelihood!r}")
 
