@@ -21,6 +21,7 @@ from lapwing.compat.laplace_torch import tuning
 from lapwing.compat.laplace_torch.curvature import CurvlinopsGGN, factor_of
 from lapwing.compat.laplace_torch.utils.enums import Likelihood, LinkApprox, PredType, PriorStructure, TuningMethod
 from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.operators import Diagonal
 
 
 class BaseLaplace:
@@ -96,8 +97,8 @@ class BaseLaplace:
 
     # -- hyperparameters ------------------------------------------------------------------------------------------
 
-    def _changed(self) -> None:
-        """Forget what was made with other hyperparameters."""
+    def _changed(self, noise: bool) -> None:
+        """Forget what was made with another prior, or with another noise too."""
 
     def _precision_lengths(self) -> tuple[int, ...]:
         return self.n_layers, self.n_params
@@ -109,13 +110,18 @@ class BaseLaplace:
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        self._changed()
+        self._changed(noise=False)
         self._prior_precision = hyper.as_precision(value, self._precision_lengths(), self._like)
 
     @property
     def prior_precision_diag(self) -> Tensor:
         """The prior precision of each weight, (p,)."""
-        return self._groups.operator(self.prior_precision).dense().to(self._dtype)
+        return self._prior.dense().to(self._dtype)
+
+    @property
+    def _prior(self) -> Diagonal:
+        """A as an operator, with its gradient."""
+        return self._groups.operator(self.prior_precision)
 
     @property
     def prior_mean(self) -> Tensor:
@@ -133,7 +139,7 @@ class BaseLaplace:
 
     @sigma_noise.setter
     def sigma_noise(self, value: float | Tensor) -> None:
-        self._changed()
+        self._changed(noise=True)
         self._sigma_noise = hyper.as_noise(value, self._like)
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.compat.laplace_torch.parts import parts_of
 from lapwing.curvature import Diagonal, State
+from lapwing.operators import Diagonal as Entries
 from lapwing.operators import linalg
 from lapwing.tangent import TangentModel
 
@@ -38,6 +39,15 @@ class DiagLaplace(ParametricLaplace):
     def posterior_scale(self) -> Tensor:
         """The standard deviations of the weights, (p,)."""
         return self.posterior_precision.rsqrt()
+
+    def _logdet(self) -> Tensor:
+        """Σ log p, from one vector for all layers."""
+        state = self._fitted
+        if self._flat is None or self._flat[0] is not state:
+            self._flat = state, linalg.diagonal(self._operator())
+        return linalg.logdet(linalg.shift(Entries(self._H_factor.double() * self._flat[1], self._groups.size), self._prior))
+
+    _flat: tuple[State, Tensor] | None = None
 
     def _colored(self, noise: Tensor) -> Tensor:
         return noise * self.posterior_scale

@@ -9,8 +9,10 @@ from torch import nn
 from lapwing.compat.laplace_torch.base import BaseLaplace
 from lapwing.compat.laplace_torch.diag import DiagLaplace
 from lapwing.compat.laplace_torch.full import FullLaplace
+from lapwing.compat.laplace_torch.functional import FunctionalLaplace
 from lapwing.compat.laplace_torch.kron import KronLaplace
-from lapwing.compat.laplace_torch.last_layer import DiagLLLaplace, FullLLLaplace, KronLLLaplace
+from lapwing.compat.laplace_torch.last_layer import DiagLLLaplace, FullLLLaplace, FunctionalLLLaplace, KronLLLaplace
+from lapwing.compat.laplace_torch.lowrank import LowRankLaplace
 from lapwing.compat.laplace_torch.subnet import DiagSubnetLaplace, FullSubnetLaplace
 from lapwing.compat.laplace_torch.utils.enums import FunctionalApproximation, HessianStructure, Likelihood, SubsetOfWeights
 from lapwing.errors import InvalidValue, Unsupported
@@ -18,8 +20,8 @@ from lapwing.errors import InvalidValue, Unsupported
 ESTIMATORS: dict[tuple[str, str], type[BaseLaplace]] = {
     cls._key: cls  # type: ignore[attr-defined]
     for cls in (
-        *(FullLaplace, KronLaplace, DiagLaplace),
-        *(FullLLLaplace, KronLLLaplace, DiagLLLaplace),
+        *(FullLaplace, KronLaplace, DiagLaplace, LowRankLaplace, FunctionalLaplace),
+        *(FullLLLaplace, KronLLLaplace, DiagLLLaplace, FunctionalLLLaplace),
         *(FullSubnetLaplace, DiagSubnetLaplace),
     )
 }
@@ -53,5 +55,5 @@ def _check_approximation(approximation: FunctionalApproximation, structure: Hess
         raise InvalidValue(f"functional_approximation belongs to hessian_structure='gp', and this is '{structure.value}'")
     raise Unsupported(
         f"functional_approximation='{approximation.value}' is not carried over; Nyström features of the tangent kernel are "
-        "lapwing.gp.ella"
+        "those of lapwing.gp.ella"
     )

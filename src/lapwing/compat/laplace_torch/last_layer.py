@@ -14,8 +14,10 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.compat.laplace_torch import loading
+from lapwing.compat.laplace_torch.base import BaseLaplace
 from lapwing.compat.laplace_torch.diag import DiagLaplace
 from lapwing.compat.laplace_torch.full import FullLaplace
+from lapwing.compat.laplace_torch.functional import FunctionalLaplace
 from lapwing.compat.laplace_torch.kron import KronLaplace
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.errors import InvalidValue
@@ -30,7 +32,62 @@ class FeatureReduction(str, Enum):
     AVERAGE = "average"
 
 
-class LLLaplace(ParametricLaplace):
+class LastLayer(BaseLaplace):
+    """An estimator of the last layer, which may be known only at the first batch: until then a prior may have any
+    length."""
+
+    _found: str | None  # its name
+
+    def _select(self) -> None:
+        """The parameters of the last layer, once it is known."""
+        if self._found is None:
+            self._names, self.params, self.n_params, self.n_layers = (), [], None, None
+            return
+        modules = dict(self.model.named_modules())
+        if self._found not in modules:
+            raise InvalidValue(f"last_layer_name={self._found!r} is no module of the network; they are {list(modules)}")
+        prefix = f"{self._found}." if self._found else ""
+        self._set_parameters({prefix + n: p for n, p in modules[self._found].named_parameters()})
+
+    @property
+    def prior_precision(self) -> Tensor:
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        if self._found is None:
+            self._prior_precision = value
+        else:
+            _setter(BaseLaplace, "prior_precision")(self, value)
+
+    @property
+    def prior_mean(self) -> Tensor:
+        return self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: float | Tensor) -> None:
+        if self._found is None:
+            self._prior_mean = value
+        else:
+            _setter(BaseLaplace, "prior_mean")(self, value)
+
+    def _linearized(self, inputs: Any) -> TangentModel:
+        forward = loading.caller(inputs)
+        if self._found is not None:
+            return linearize(self.model, list(self._names), forward=forward)
+        if inputs is None:
+            raise InvalidValue("the last layer is not known yet; give last_layer_name= before load_state_dict")
+        tangent = linearize(self.model, "last_layer", forward=forward, example=tree.moved(inputs, self._device))
+        self._know(tree.layer_of(tangent.layout.names[0]))
+        return tangent
+
+    def _know(self, name: str) -> None:
+        """The last layer's name, and what waited for it."""
+        self._found = name
+        self._select()
+        self.prior_precision, self.prior_mean = self._prior_precision, self._prior_mean
+
+class LLLaplace(LastLayer, ParametricLaplace):
     """The last layer alone."""
 
     def __init__(
@@ -53,69 +110,17 @@ class LLLaplace(ParametricLaplace):
     ) -> None:
         if asdl_fisher_kwargs is not None:
             raise InvalidValue("asdl_fisher_kwargs is not taken for the last layer, as in laplace-torch; drop it")
-        known = [None, *(one.value for one in FeatureReduction)]
-        if feature_reduction not in known:
-            raise InvalidValue(f"feature_reduction must be one of {known}, got {feature_reduction!r}")
-        self.feature_reduction, self._last_layer_name = feature_reduction, last_layer_name
+        self.feature_reduction, self._last_layer_name = _checked_reduction(feature_reduction), last_layer_name
         self._found = last_layer_name
         settings: dict[str, Any] = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y, "backend": backend}
         settings |= {"backend_kwargs": backend_kwargs, "enable_backprop": enable_backprop, **more}
         super().__init__(model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, **settings)
-
-    def _select(self) -> None:
-        """The parameters of the last layer, once it is known: before, a prior may have any length."""
-        if self._found is None:
-            self._names, self.params, self.n_params, self.n_layers = (), [], None, None
-            return
-        modules = dict(self.model.named_modules())
-        if self._found not in modules:
-            raise InvalidValue(f"last_layer_name={self._found!r} is no module of the network; they are {list(modules)}")
-        prefix = f"{self._found}." if self._found else ""
-        self._set_parameters({prefix + n: p for n, p in modules[self._found].named_parameters()})
-
-    @property
-    def prior_precision(self) -> Tensor:
-        return self._prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | Tensor) -> None:
-        if self._found is None:
-            self._prior_precision = value
-        else:
-            _setter(ParametricLaplace, "prior_precision")(self, value)
-
-    @property
-    def prior_mean(self) -> Tensor:
-        return self._prior_mean
-
-    @prior_mean.setter
-    def prior_mean(self, value: float | Tensor) -> None:
-        if self._found is None:
-            self._prior_mean = value
-        else:
-            _setter(ParametricLaplace, "prior_mean")(self, value)
 
     def fit(self, train_loader: Any, override: bool = True, progress_bar: bool = False) -> None:
         """Sum the curvature of the last layer over a loader."""
         if not override:
             raise InvalidValue("the last layer is not fitted on: override=False belongs to subset_of_weights='all'")
         super().fit(train_loader, True, progress_bar)
-
-    def _linearized(self, inputs: Any) -> TangentModel:
-        forward = loading.caller(inputs)
-        if self._found is not None:
-            return linearize(self.model, list(self._names), forward=forward)
-        if inputs is None:
-            raise InvalidValue("the last layer is not known yet; give last_layer_name= before load_state_dict")
-        tangent = linearize(self.model, "last_layer", forward=forward, example=tree.moved(inputs, self._device))
-        self._know(tree.layer_of(tangent.layout.names[0]))
-        return tangent
-
-    def _know(self, name: str) -> None:
-        """The last layer's name, and what waited for it."""
-        self._found = name
-        self._select()
-        self.prior_precision, self.prior_mean = self._prior_precision, self._prior_mean
 
     def _run(self, tangent: TangentModel, samples: Tensor, x: Any) -> Tensor:
         """All samples at once: what is in front of the last layer depends on none of them, and runs once."""
@@ -139,6 +144,13 @@ class LLLaplace(ParametricLaplace):
         super().load_state_dict(state_dict)
 
 
+def _checked_reduction(given: Any) -> Any:
+    known = [None, *(one.value for one in FeatureReduction)]
+    if given not in known:
+        raise InvalidValue(f"feature_reduction must be one of {known}, got {given!r}")
+    return given
+
+
 def _setter(cls: type, name: str) -> Any:
     return getattr(cls, name).fset
 
@@ -159,3 +171,23 @@ class DiagLLLaplace(LLLaplace, DiagLaplace):
     """The last layer, with the diagonal of the curvature."""
 
     _key = ("last_layer", "diag")
+
+
+class FunctionalLLLaplace(LastLayer, FunctionalLaplace):
+    """The last layer, as a process on a subset of the data."""
+
+    _key = ("last_layer", "gp")
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        likelihood: Any,
+        n_subset: int,
+        *args: Any,
+        last_layer_name: str | None = None,
+        feature_reduction: FeatureReduction | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._found = last_layer_name
+        self.feature_reduction = _checked_reduction(feature_reduction)
+        super().__init__(model, likelihood, n_subset, *args, **kwargs)

@@ -39,11 +39,14 @@ class ParametricLaplace(Predicting, BaseLaplace):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._state: State | None = None
         self._held: Any = None  # the precision of the last prior and noise, without gradient
+        self._weighted: Any = None  # the temperature, the curvature at it and at the last noise, and the fit
         super().__init__(*args, **kwargs)
         self.mean = self.prior_mean
 
-    def _changed(self) -> None:
+    def _changed(self, noise: bool) -> None:
         self._held = None
+        if noise:
+            self._weighted = None
 
     # -- fitting --------------------------------------------------------------------------------------------------
 
@@ -55,7 +58,8 @@ class ParametricLaplace(Predicting, BaseLaplace):
         loss, n = self._loss_of(state.statistics), state.n
         if before is not None:
             state, loss, n = _joined(before, state), self.loss + loss, self.n_data + n
-        self._state, self._held, self.loss, self.n_data = state, None, loss, n
+        self._changed(noise=True)
+        self._state, self.loss, self.n_data = state, loss, n
         self.mean = self._center_of(state.tangent)
 
     def _summed(self, loader: Any, progress: bool) -> State:
@@ -93,9 +97,17 @@ class ParametricLaplace(Predicting, BaseLaplace):
         """What laplace-torch's H is of the sum in a state: twice an empirical Fisher of regression, see curvature.py."""
         return 2.0 if self._factor.kind == "empirical" and self.likelihood == Likelihood.REGRESSION else 1.0
 
+    def _at_noise(self) -> tuple[Any, Tensor]:
+        """H / (σ² T) as an operator and log p(D | θ); kept while noise and temperature stay, for loops over the prior."""
+        if self.sigma_noise.requires_grad:
+            return self._operator(self._H_factor), self.log_likelihood
+        if self._weighted is None or self._weighted[0] != self.temperature:
+            self._weighted = self.temperature, (self._operator(self._H_factor), self.log_likelihood)
+        return self._weighted[1]
+
     def _precision(self) -> Any:
         """P as an operator, with gradients in the hyperparameters."""
-        return linalg.shift(self._operator(self._H_factor), self._groups.operator(self.prior_precision))
+        return linalg.shift(self._at_noise()[0], self._prior)
 
     @property
     def _posterior(self) -> Any:
@@ -119,7 +131,8 @@ class ParametricLaplace(Predicting, BaseLaplace):
     def scatter(self) -> Tensor:
         """(θ* − m)ᵀ A (θ* − m)."""
         away = self._center().double() - self.prior_mean.double()
-        return (away.square() @ self._groups.operator(self.prior_precision).dense()).to(self._dtype)
+        prior = self._prior
+        return (prior.sums(away.square()) @ prior.values).to(self._dtype)
 
     def _center(self) -> Tensor:
         """θ* of the selected weights, (p,)."""
@@ -128,18 +141,21 @@ class ParametricLaplace(Predicting, BaseLaplace):
     @property
     def log_det_prior_precision(self) -> Tensor:
         """log|A|."""
-        return self._groups.operator(self.prior_precision).logdet().to(self._dtype)
+        return self._prior.logdet().to(self._dtype)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
         """log|P|."""
-        return linalg.logdet(self._precision()).to(self._dtype)
+        return self._logdet().to(self._dtype)
 
     @property
     def log_det_ratio(self) -> Tensor:
         """log|P| − log|A|."""
-        prior = self._groups.operator(self.prior_precision)
-        return (linalg.logdet(self._precision()) - prior.logdet()).to(self._dtype)
+        return (self._logdet() - self._prior.logdet()).to(self._dtype)
+
+    def _logdet(self) -> Tensor:
+        """log|P| in float64, differentiable."""
+        return linalg.logdet(self._precision())
 
     def square_norm(self, value: Tensor) -> Tensor:
         """(θ − θ*)ᵀ P (θ − θ*) for a weight vector (p,)."""
@@ -156,7 +172,7 @@ class ParametricLaplace(Predicting, BaseLaplace):
     def log_marginal_likelihood(self, prior_precision: Any = None, sigma_noise: Any = None) -> Tensor:
         """log p(D), 0-dim, differentiable in both; what is given stays set."""
         self._move(prior_precision, sigma_noise)
-        return self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter)
+        return self._at_noise()[1] - 0.5 * (self.log_det_ratio + self.scatter)
 
     # -- outputs --------------------------------------------------------------------------------------------------
 
@@ -259,7 +275,8 @@ class ParametricLaplace(Predicting, BaseLaplace):
         if mean.shape != (self.n_params,):
             raise InvalidValue(f"the saved state is of {len(mean)} weights, and this network's are {self.n_params}")
         state = self._unpacked(state_dict["H"], tangent)
-        self._state, self._held, self.mean = replace(state, n=state_dict["n_data"]), None, mean
+        self._changed(noise=True)
+        self._state, self.mean = replace(state, n=state_dict["n_data"]), mean
         self.loss, self.n_data, self.n_outputs = (state_dict[name] for name in ("loss", "n_data", "n_outputs"))
 
     def _packed(self) -> Any:

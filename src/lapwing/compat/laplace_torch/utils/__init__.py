@@ -11,16 +11,34 @@ from lapwing.compat.laplace_torch.utils.enums import (
     TuningMethod,
 )
 from lapwing.compat.laplace_torch.utils.matrix import Kron, KronDecomposed
+from lapwing.compat.laplace_torch.utils.subnetmask import (
+    LargestMagnitudeSubnetMask,
+    LargestVarianceDiagLaplaceSubnetMask,
+    LargestVarianceSWAGSubnetMask,
+    LastLayerSubnetMask,
+    ModuleNameSubnetMask,
+    ParamNameSubnetMask,
+    RandomSubnetMask,
+    SubnetMask,
+)
 
 __all__ = [
     "FunctionalApproximation",
     "HessianStructure",
     "Kron",
     "KronDecomposed",
+    "LargestMagnitudeSubnetMask",
+    "LargestVarianceDiagLaplaceSubnetMask",
+    "LargestVarianceSWAGSubnetMask",
+    "LastLayerSubnetMask",
     "Likelihood",
     "LinkApprox",
+    "ModuleNameSubnetMask",
+    "ParamNameSubnetMask",
     "PredType",
     "PriorStructure",
+    "RandomSubnetMask",
+    "SubnetMask",
     "SubsetOfWeights",
     "TuningMethod",
 ]
