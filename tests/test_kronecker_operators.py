@@ -83,7 +83,7 @@ def test_logdet_is_differentiable_in_a_mixed_output_factor(kind: str, diagonal_i
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("by", ["weight and bias", "rows", "columns"])
 def test_an_uncoupled_last_input_keeps_every_law(by: str, seed: int) -> None:
-    """A bias apart from its weight; one precision for each of the two leaves the eigenvectors, other priors turn them."""
+    """A bias apart from its weight: a precision for each of the two leaves eigenvectors, other priors turn them."""
     o, i = 3, 4
     groups = {
         "weight and bias": torch.tensor([0, 0, 0, 1]).repeat(o),

@@ -1,6 +1,6 @@
 """laplace-torch's calls on Lapwing: `from lapwing.compat.laplace_torch import Laplace, marglik_training`.
 
-Every name of `laplace.__all__` is here; ELLA and VaLLA raise when they are made. `utils` has the masks of subnetworks and
+Every name of `laplace.__all__` is here; ELLA and VaLLA raise when they are made. `utils` has the masks of subnetworks,
 `curvature` the names of backends. What is not carried over: docs/guide/migrating.md.
 """
 

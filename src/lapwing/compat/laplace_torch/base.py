@@ -31,6 +31,10 @@ class BaseLaplace:
     loss: Any
     n_outputs: int
     n_data: int
+    n_params: Any  # None while the last layer is not known, as of the next
+    n_layers: Any
+    _prior_precision: Any
+    _prior_mean: Any
 
     def __init__(
         self,

@@ -45,7 +45,9 @@ class DiagLaplace(ParametricLaplace):
         state = self._fitted
         if self._flat is None or self._flat[0] is not state:
             self._flat = state, linalg.diagonal(self._operator())
-        return linalg.logdet(linalg.shift(Entries(self._H_factor.double() * self._flat[1], self._groups.size), self._prior))
+        return linalg.logdet(
+            linalg.shift(Entries(self._H_factor.double() * self._flat[1], self._groups.size), self._prior)
+        )
 
     _flat: tuple[State, Tensor] | None = None
 

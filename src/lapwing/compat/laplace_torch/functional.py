@@ -2,8 +2,8 @@
 
     f ~ N(f(x), k** − K*ₘ (Kₘₘ + L⁻¹)⁻¹ Kₘ*),    K = (M/N) J Jᵀ / λ,    L = diag Λ / (σ² T) at the M examples
 
-which is the dual form of a posterior over the weights with the prior precision λ N / M (`operators/root.py`). Of Λ only the
-diagonal is taken. `independent_outputs` drops the kernel between outputs: one such process for each. The evidence is
+which is the dual form of a posterior over the weights with the prior precision λ N / M (`operators/root.py`). Of Λ only
+the diagonal is taken. `independent_outputs` drops the kernel between outputs: one such process for each. Evidence:
 
     log p(D | f) − ½ (log|K + σ²I| + rᵀ(K + σ²I)⁻¹r),     r = y − f − J(m − θ*)                      regression
     log p(D | f) − ½ (log|I + L^½ K L^½| + rᵀ(K + εI)⁻¹r),  r = −J(m − θ*),  ε = 1e-5               classes
@@ -25,7 +25,7 @@ from lapwing.compat.laplace_torch.base import BaseLaplace
 from lapwing.compat.laplace_torch.curvature import BackPackGGN
 from lapwing.compat.laplace_torch.loading import Batches
 from lapwing.compat.laplace_torch.predicting import Predicting
-from lapwing.compat.laplace_torch.utils.enums import Likelihood, LinkApprox, PredType, PriorStructure
+from lapwing.compat.laplace_torch.utils.enums import Likelihood, PredType, PriorStructure
 from lapwing.curvature.rows import StreamedRows
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.operators import Diagonal, RootPlusDiagonal, linalg
@@ -83,12 +83,21 @@ class FunctionalLaplace(BaseFunctionalLaplace):
         seed: int = 0,
     ) -> None:
         if enable_backprop:
-            raise Unsupported("enable_backprop=True is not carried over to hessian_structure='gp'; use 'full' or 'kron'")
+            raise Unsupported(
+                "enable_backprop=True is not carried over to hessian_structure='gp'; use 'full' or 'kron'"
+            )
         if Likelihood(likelihood) == Likelihood.REWARD_MODELING:
-            raise Unsupported("hessian_structure='gp' has no reward modeling, as in laplace-torch; use 'kron' or 'diag'")
+            raise Unsupported(
+                "hessian_structure='gp' has no reward modeling, as in laplace-torch; use 'kron' or 'diag'"
+            )
         self.n_subset, self.independent_outputs, self.seed = n_subset, independent_outputs, seed
         self._tangent: TangentModel | None = None
-        keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y, "backend": backend, "backend_kwargs": backend_kwargs}
+        keys = {
+            "dict_key_x": dict_key_x,
+            "dict_key_y": dict_key_y,
+            "backend": backend,
+            "backend_kwargs": backend_kwargs,
+        }
         super().__init__(model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, **keys)
 
     def _precision_lengths(self) -> tuple[int, ...]:
@@ -138,7 +147,9 @@ class FunctionalLaplace(BaseFunctionalLaplace):
     @staticmethod
     def _rows(tangent: TangentModel, batches: Any, outputs: slice) -> RootPlusDiagonal:
         rows = StreamedRows(tangent, tuple((x, u[:, outputs]) for x, u in batches), BUDGET)
-        return RootPlusDiagonal(rows, Diagonal(torch.ones(1, dtype=torch.float64, device=tangent.device), rows.shape[0]))
+        return RootPlusDiagonal(
+            rows, Diagonal(torch.ones(1, dtype=torch.float64, device=tangent.device), rows.shape[0])
+        )
 
     def _decomposed(self, op: RootPlusDiagonal, outputs: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Eigenvalues of J Jᵀ, (r's coordinates)², and eigenvalues of Λ^½ J Jᵀ Λ^½."""
@@ -206,7 +217,9 @@ class FunctionalLaplace(BaseFunctionalLaplace):
 
     def state_dict(self) -> dict[str, Any]:
         """Not carried over."""
-        raise Unsupported("state_dict() of hessian_structure='gp' holds the data's loader, and is not carried over; fit again")
+        raise Unsupported(
+            "state_dict() of hessian_structure='gp' holds the data's loader, and is not carried over; fit again"
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Not carried over."""

@@ -1,8 +1,8 @@
 """Prior precision, prior mean and noise as laplace-torch takes them: numbers or tensors, kept with their gradient.
 
-    prior_precision   one number, one for each parameter tensor, or one for each weight    (1,), (layers,) or (p,)
-    prior_mean        one number, or one for each weight                                   () or (p,)
-    sigma_noise       one standard deviation                                               ()
+prior_precision   one number, one for each parameter tensor, or one for each weight    (1,), (layers,) or (p,)
+prior_mean        one number, or one for each weight                                   () or (p,)
+sigma_noise       one standard deviation                                               ()
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kronecker factors: a block B ⊗ A for each weight and B for its bias, P = (B ⊗ A) / (σ² T) + λ.
 
-`H_facs` lists them by parameter tensor, `H` and `posterior_precision` by eigenvalues and eigenvectors (utils/matrix.py).
+`H_facs` lists them by parameter tensor, `H` and `posterior_precision` by eigenvalues and eigenvectors (matrix.py).
 laplace-torch's own lists may share a scale out otherwise between B and A: their product is the same.
 """
 
@@ -50,7 +50,8 @@ class KronLaplace(ParametricLaplace):
         if self._state is None:
             return None
         entries = {name: entry for part in self._state.parts for name, entry in _listed(part, self._state).items()}
-        return Kron([[self._unit * b.to(self._dtype), *(t.to(self._dtype) for t in a)] for b, *a in map(entries.get, self._names)])
+        found = [entries[name] for name in self._names]
+        return Kron([[(self._unit * b).to(self._dtype), *(t.to(self._dtype) for t in a)] for b, *a in found])
 
     @property
     def H(self) -> KronDecomposed:
@@ -89,9 +90,9 @@ def _listed(part: Part, state: State) -> dict[str, list[Tensor]]:
     """The factors of a part's parameters: {weight: [B, A / count], bias: [B]}."""
     if part.kind != "kron" or part.shape[0] > 1 or part.transposed:
         raise Unsupported(
-            f"{part.name} has no Kronecker factors in laplace-torch's form (it is {part.kind or 'generic'}, or its weight is "
-            "stored in blocks); evidence and predictions have it, and H, H_facs, posterior_precision and samples do not: "
-            "for those, leave it out by requires_grad_(False)"
+            f"{part.name} has no Kronecker factors in laplace-torch's form (it is {part.kind}, or its weight is stored in "
+            "blocks); evidence and predictions have it, and H, H_facs, posterior_precision and samples do not: for those, "
+            "leave it out by requires_grad_(False)"
         )
     A, B, count = (state.sums[f"{part.name}/{key}"].double() for key in ("A", "B", "count"))
     b, a = B[0, 0], A[0] / count.clamp(min=1)

@@ -14,11 +14,16 @@ from lapwing.compat.laplace_torch.kron import KronLaplace
 from lapwing.compat.laplace_torch.last_layer import DiagLLLaplace, FullLLLaplace, FunctionalLLLaplace, KronLLLaplace
 from lapwing.compat.laplace_torch.lowrank import LowRankLaplace
 from lapwing.compat.laplace_torch.subnet import DiagSubnetLaplace, FullSubnetLaplace
-from lapwing.compat.laplace_torch.utils.enums import FunctionalApproximation, HessianStructure, Likelihood, SubsetOfWeights
+from lapwing.compat.laplace_torch.utils.enums import (
+    FunctionalApproximation,
+    HessianStructure,
+    Likelihood,
+    SubsetOfWeights,
+)
 from lapwing.errors import InvalidValue, Unsupported
 
 ESTIMATORS: dict[tuple[str, str], type[BaseLaplace]] = {
-    cls._key: cls  # type: ignore[attr-defined]
+    cls._key: cls
     for cls in (
         *(FullLaplace, KronLaplace, DiagLaplace, LowRankLaplace, FunctionalLaplace),
         *(FullLLLaplace, KronLLLaplace, DiagLLLaplace, FunctionalLLLaplace),
@@ -52,8 +57,10 @@ def _check_approximation(approximation: FunctionalApproximation, structure: Hess
     if approximation == FunctionalApproximation.SOD:
         return
     if structure != HessianStructure.GP:
-        raise InvalidValue(f"functional_approximation belongs to hessian_structure='gp', and this is '{structure.value}'")
+        raise InvalidValue(
+            f"functional_approximation belongs to hessian_structure='gp', and this is '{structure.value}'"
+        )
     raise Unsupported(
-        f"functional_approximation='{approximation.value}' is not carried over; Nyström features of the tangent kernel are "
-        "those of lapwing.gp.ella"
+        f"functional_approximation='{approximation.value}' is not carried over; Nyström features of the tangent kernel "
+        "are those of lapwing.gp.ella"
     )

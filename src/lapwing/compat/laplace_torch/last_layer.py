@@ -1,7 +1,7 @@
 """Only the last layer is Bayesian: the others are features. The network itself is used, not a copy of it.
 
-Which layer is the last is found on the first batch (`tangent/subset.py`), or named. Jacobians are those of the network, so
-features of several positions need no `feature_reduction`: the network says itself how it reduces them.
+Which layer is the last is found on the first batch (`tangent/subset.py`), or named. Jacobians are those of the network,
+so features of several positions need no `feature_reduction`: the network says itself how it reduces them.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class LastLayer(BaseLaplace):
         self._select()
         self.prior_precision, self.prior_mean = self._prior_precision, self._prior_mean
 
+
 class LLLaplace(LastLayer, ParametricLaplace):
     """The last layer alone."""
 
@@ -122,15 +123,16 @@ class LLLaplace(LastLayer, ParametricLaplace):
             raise InvalidValue("the last layer is not fitted on: override=False belongs to subset_of_weights='all'")
         super().fit(train_loader, True, progress_bar)
 
-    def _run(self, tangent: TangentModel, samples: Tensor, x: Any) -> Tensor:
-        """All samples at once: what is in front of the last layer depends on none of them, and runs once."""
-        try:
-            return torch.func.vmap(lambda theta: tangent.apply(tangent.layout.unflatten(theta), x))(samples)
-        except RuntimeError:  # a network that vmap cannot follow
-            return super()._run(tangent, samples, x)
+    def _batched(self, tangent: TangentModel) -> bool:
+        """Always: what is in front of the last layer depends on no draw, and runs once for several."""
+        return True
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"data": None, "_last_layer_name": self._last_layer_name, "last_layer": self._found}
+        return super().state_dict() | {
+            "data": None,
+            "_last_layer_name": self._last_layer_name,
+            "last_layer": self._found,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._last_layer_name != state_dict["_last_layer_name"]:

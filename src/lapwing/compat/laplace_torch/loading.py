@@ -37,7 +37,9 @@ class Batches:
         if isinstance(batch, Mapping):
             return batch, batch[self.target_key]
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise InvalidValue(f"a batch must be (X, y) or a mapping with {self.target_key!r}; got {type(batch).__name__}")
+            raise InvalidValue(
+                f"a batch must be (X, y) or a mapping with {self.target_key!r}; got {type(batch).__name__}"
+            )
         return batch[0], batch[1]
 
     @property
@@ -45,7 +47,9 @@ class Batches:
         """The number of examples, as the loader's dataset says."""
         dataset = getattr(self.loader, "dataset", None)
         if not isinstance(dataset, Sized):
-            raise InvalidValue("the loader has no dataset that tells its length; give a DataLoader over a map-style dataset")
+            raise InvalidValue(
+                "the loader has no dataset that tells its length; give a DataLoader over a map-style dataset"
+            )
         return len(dataset)
 
 
@@ -53,7 +57,7 @@ def caller(inputs: Any) -> Callable[[nn.Module, Any], Tensor] | None:
     """How the network is called on a mapping: with one of the class that the inputs have; None for other inputs."""
     if not isinstance(inputs, Mapping):
         return None
-    kind = type(inputs)
+    kind: Any = type(inputs)
     return lambda model, x: model(x if isinstance(x, kind) else kind(x))
 
 

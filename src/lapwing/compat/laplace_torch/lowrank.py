@@ -1,7 +1,7 @@
 """A few eigenpairs of the true Hessian: P = U diag(l) Uᵀ / (σ² T) + A, U (p, k).
 
 Those of the largest |l|, of which the ones above 1e-6 are kept, as laplace-torch takes them (there by a package that no
-registry has). They come from the dense Hessian, (p, p), so that this is for networks whose `full` curvature fits in memory;
+registry has). They come from the dense Hessian, (p, p), so this is for networks whose `full` curvature fits in memory;
 for larger ones Lapwing's own `structure="lowrank"` sketches the Gauss-Newton matrix.
 """
 

@@ -2,9 +2,9 @@
 
     loss  = mean loss + ½ Σ δ θ² / (N c),    c = T / (2 σ²) for MSELoss, T for CrossEntropyLoss
 
-After each `marglik_frequency` epochs a Laplace approximation is fitted and log δ, log σ take `n_hypersteps` steps of Adam on
-its evidence; the weights and hyperparameters of the best evidence come back. As in laplace-torch, a fit leaves the network
-in eval mode, in which training goes on.
+After each `marglik_frequency` epochs a Laplace approximation is fitted, and log δ and log σ take `n_hypersteps` steps
+of Adam on its evidence; the weights and hyperparameters of the best evidence come back. As in laplace-torch, a fit
+leaves the network in eval mode, in which training goes on.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def marglik_training(
         warnings.warn("weight_decay is set to 0: the prior takes its place", LapwingWarning, stacklevel=2)
         settings["weight_decay"] = 0.0
     kept = {"backend": backend, "temperature": temperature, "dict_key_x": dict_key_x, "dict_key_y": dict_key_y}
-    run = _Run(model, train_loader, Likelihood(likelihood), temperature, None if fix_sigma_noise else sigma_noise_init, kept)
+    run = _Run(
+        model, train_loader, Likelihood(likelihood), temperature, None if fix_sigma_noise else sigma_noise_init, kept
+    )
     run.noise = sigma_noise_init if run.likelihood == Likelihood.REGRESSION else 1.0
     run.begin(math.log(temperature * prior_prec_init), PriorStructure(prior_structure))
     optimizer = optimizer_cls(model.parameters(), **settings)
@@ -101,10 +103,14 @@ class _Run:
         params = [p for p in self.model.parameters() if p.requires_grad]
         self.groups, like = hyper.Groups(tuple(p.numel() for p in params)), params[0].detach()
         sizes = {PriorStructure.SCALAR: 1, PriorStructure.LAYERWISE: len(params), PriorStructure.DIAG: self.groups.size}
-        self.log_precision = torch.full((sizes[structure],), start, dtype=like.dtype, device=like.device).requires_grad_()
+        self.log_precision = torch.full(
+            (sizes[structure],), start, dtype=like.dtype, device=like.device
+        ).requires_grad_()
         self.moving, self.log_noise = [self.log_precision], None
         if self.likelihood == Likelihood.REGRESSION and self.noise_start is not None:
-            self.log_noise = torch.full((1,), math.log(self.noise_start), dtype=like.dtype, device=like.device).requires_grad_()
+            self.log_noise = torch.full(
+                (1,), math.log(self.noise_start), dtype=like.dtype, device=like.device
+            ).requires_grad_()
             self.moving.append(self.log_noise)
         regression = self.likelihood == Likelihood.REGRESSION
         self.criterion: Any = nn.MSELoss() if regression else nn.CrossEntropyLoss()
@@ -140,7 +146,14 @@ class _Run:
     def fitted(self, structure: HessianStructure, precision: Tensor, sigma: Any, **more: Any) -> Any:
         """A Laplace approximation at the weights as they are."""
         la = Laplace(
-            self.model, self.likelihood, "all", structure, prior_precision=precision, sigma_noise=sigma, **self.settings, **more
+            self.model,
+            self.likelihood,
+            "all",
+            structure,
+            prior_precision=precision,
+            sigma_noise=sigma,
+            **self.settings,
+            **more,
         )
         la.fit(self.loader)
         return la

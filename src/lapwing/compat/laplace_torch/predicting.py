@@ -3,8 +3,8 @@
     classes      probabilities (n, c), by a link (`lapwing.predictive.link`) or by draws of logits ("mc")
     regression   mean (n, c) and covariance (n, c, c) of the outputs, without the noise; joint: (n c,) and (n c, n c)
 
-Draws come from the generator that is given or, as in laplace-torch, from torch's global one: code that was written for it
-seeds that one, and gets the same draws.
+Draws come from the generator that is given or, as in laplace-torch, from torch's global one: code that was written for
+it seeds that one, and gets the same draws.
 """
 
 from __future__ import annotations

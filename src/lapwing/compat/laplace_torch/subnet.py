@@ -80,7 +80,9 @@ def _checked(index: Any, size: int) -> Tensor:
     if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.ndim != 1 or not len(index):
         raise InvalidValue(f"subnetwork_indices must be a vector of int64 with at least one entry, got {index!r:.99}")
     if int(index.min()) < 0 or int(index.max()) >= size:
-        raise InvalidValue(f"subnetwork_indices must lie in 0..{size - 1}, got {int(index.min())} to {int(index.max())}")
+        raise InvalidValue(
+            f"subnetwork_indices must lie in 0..{size - 1}, got {int(index.min())} to {int(index.max())}"
+        )
     if not bool((index[1:] > index[:-1]).all()):
         raise InvalidValue("subnetwork_indices must rise, each once: give indices.unique()")
     return index

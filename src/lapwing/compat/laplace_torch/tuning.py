@@ -1,9 +1,9 @@
 """How laplace-torch picks a prior precision.
 
-    marglik      Adam on log λ, `n_steps` steps of −log p(D), from one start
-    gridsearch   the λ of a grid with the least validation loss: the mean negative log-likelihood of classes, the mean
-                 squared error of regression, or a loss of one's own, loss(predictions, targets) or an object with
-                 update, compute and reset (torchmetrics)
+marglik      Adam on log λ, `n_steps` steps of −log p(D), from one start
+gridsearch   the λ of a grid with the least validation loss: the mean negative log-likelihood of classes, the mean
+             squared error of regression, or a loss of one's own, loss(predictions, targets) or an object with
+             update, compute and reset (torchmetrics)
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class MeanNLL:
 class SquaredError(MeanNLL):
     """The mean squared error of each output, (c,)."""
 
-    def update(self, mean: Tensor, variance: Tensor, y: Tensor) -> None:
-        """Add a batch: the variance does not enter."""
-        self.total = self.total + (mean - y).square().sum(0).double().cpu()
+    def update(self, probs: Tensor, y: Tensor) -> None:
+        """Add a batch of means (n, c)."""
+        self.total = self.total + (probs - y).square().sum(0).double().cpu()
         self.count += len(y)

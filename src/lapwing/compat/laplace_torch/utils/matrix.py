@@ -63,7 +63,9 @@ class KronDecomposed:
 
     def __post_init__(self) -> None:
         if self.deltas is None:
-            self.deltas = torch.zeros(len(self), dtype=self.eigenvalues[0][0].dtype, device=self.eigenvalues[0][0].device)
+            self.deltas = torch.zeros(
+                len(self), dtype=self.eigenvalues[0][0].dtype, device=self.eigenvalues[0][0].device
+            )
 
     def __len__(self) -> int:
         return len(self.eigenvalues)
@@ -107,7 +109,9 @@ class KronDecomposed:
 
     def diag(self, exponent: float = 1) -> Tensor:
         """The diagonal of M^exponent, (p,)."""
-        return torch.cat([_turned(v**exponent, [u.square() for u in us], None).reshape(-1) for us, v in self._entries()])
+        return torch.cat(
+            [_turned(v**exponent, [u.square() for u in us], None).reshape(-1) for us, v in self._entries()]
+        )
 
     def to_matrix(self, exponent: float = 1) -> Tensor:
         """M^exponent, (p, p)."""

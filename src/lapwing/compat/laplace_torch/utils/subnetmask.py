@@ -67,7 +67,9 @@ class ScoreBasedSubnetMask(SubnetMask):
         super().__init__(model)
         size = len(self.parameter_vector)
         if not isinstance(n_params_subnet, int) or not 0 < n_params_subnet <= size:
-            raise InvalidValue(f"n_params_subnet must be from 1 to {size}, the weights there are; got {n_params_subnet!r}")
+            raise InvalidValue(
+                f"n_params_subnet must be from 1 to {size}, the weights there are; got {n_params_subnet!r}"
+            )
         self._k = n_params_subnet
 
     def compute_param_scores(self, train_loader: Any) -> Tensor:
@@ -154,7 +156,9 @@ class ParamNameSubnetMask(SubnetMask):
         """Whether each weight belongs to them, (p,)."""
         missing = sorted(set(self.names) - set(self._layout.names))
         if missing or not self.names:
-            raise InvalidValue(f"parameters {missing or 'to choose'} are not there; there are {list(self._layout.names)}")
+            raise InvalidValue(
+                f"parameters {missing or 'to choose'} are not there; there are {list(self._layout.names)}"
+            )
         chosen = torch.zeros_like(self.parameter_vector, dtype=torch.bool)
         for name in self.names:
             chosen[self._layout.slices()[name]] = True
@@ -173,7 +177,9 @@ class ModuleNameSubnetMask(ParamNameSubnetMask):
         known = {tree.layer_of(name) for name in self._layout.names}
         missing = sorted(set(self.modules) - known)
         if missing or not self.modules:
-            raise InvalidValue(f"modules {missing or 'to choose'} have no parameters of their own; those that have: {sorted(known)}")
+            raise InvalidValue(
+                f"modules {missing or 'to choose'} have no parameters of their own; those that have: {sorted(known)}"
+            )
         self.names = [name for name in self._layout.names if tree.layer_of(name) in self.modules]
         return super().get_subnet_mask(train_loader)
 
