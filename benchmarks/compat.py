@@ -1,6 +1,6 @@
 """The drop-in for laplace-torch beside laplace-torch 0.3: CPU seconds of both, and the ratio (below 1: ours is faster).
 
-    .venv-peers/bin/python benchmarks/compat.py [--repeats 5] [--out benchmarks/results/compat.json]
+    .venv-peers/bin/python benchmarks/compat.py [--repeats 5] [--out FILE.json]
 
 CPU time of the process on one thread, the least of some repeats after one that warms up; so other load hardly counts.
 """

@@ -89,7 +89,7 @@ class BaseLaplace:
 
     @property
     def _like(self) -> Tensor:
-        return next(self.model.parameters())
+        return self.params[0] if self.params else next(self.model.parameters())
 
     @property
     def _device(self) -> torch.device:

@@ -90,9 +90,9 @@ def _listed(part: Part, state: State) -> dict[str, list[Tensor]]:
     """The factors of a part's parameters: {weight: [B, A / count], bias: [B]}."""
     if part.kind != "kron" or part.shape[0] > 1 or part.transposed:
         raise Unsupported(
-            f"{part.name} has no Kronecker factors in laplace-torch's form (it is {part.kind}, or its weight is stored in "
-            "blocks); evidence and predictions have it, and H, H_facs, posterior_precision and samples do not: for those, "
-            "leave it out by requires_grad_(False)"
+            f"{part.name} has no Kronecker factors in laplace-torch's form (it is {part.kind}, or its weight is stored "
+            "in blocks); evidence and predictions have it, and H, H_facs, posterior_precision and samples do not: for "
+            "those, leave it out by requires_grad_(False)"
         )
     A, B, count = (state.sums[f"{part.name}/{key}"].double() for key in ("A", "B", "count"))
     b, a = B[0, 0], A[0] / count.clamp(min=1)

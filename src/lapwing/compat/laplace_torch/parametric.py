@@ -243,8 +243,8 @@ class ParametricLaplace(Predicting, BaseLaplace):
             return self._run(tangent, samples, tree.moved(x, self._device))
 
     def _run(self, tangent: TangentModel, samples: Tensor, x: Any) -> Tensor:
-        """The network's outputs (s, n, c) at weight vectors (s, p): some at once where that is faster and gives the same,
-        else one by one."""
+        """The network's outputs (s, n, c) at weight vectors (s, p): some at once where that is faster and gives the
+        same, else one by one."""
 
         def at(theta: Tensor) -> Tensor:
             return tangent.apply(tangent.layout.unflatten(theta), x)
