@@ -80,6 +80,34 @@ def test_logdet_is_differentiable_in_a_mixed_output_factor(kind: str, diagonal_i
         close(ours, theirs)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("by", ["weight and bias", "rows", "columns"])
+def test_an_uncoupled_last_input_keeps_every_law(by: str, seed: int) -> None:
+    """A bias apart from its weight: a precision for each of the two leaves eigenvectors, other priors turn them."""
+    o, i = 3, 4
+    groups = {
+        "weight and bias": torch.tensor([0, 0, 0, 1]).repeat(o),
+        "rows": torch.tensor([0, 1, 0]).repeat_interleave(i),
+        "columns": torch.tensor([0, 1, 0, 2]).repeat(o),
+    }
+    A = torch.stack([torch.block_diag(gram(seed + k, 2, i - 1), normal(seed + k, 1, 1).square()) for k in (0, 1)])
+    B = torch.stack([gram(seed + 10 + k, 2, o) for k in (0, 1)])
+    dense = torch.block_diag(*[0.7 * torch.kron(b, a) for a, b in zip(A, B, strict=True)])
+    op = KroneckerPlusDiagonal(A, B, scalar(0.7), apart=True)
+    lw.testing.check_operator(op, dense, shifts=("uniform", "grouped"), groups=groups[by].repeat(2), seed=seed)
+
+
+def test_precisions_of_weight_and_bias_share_one_decomposition(counted: Counter[str]) -> None:
+    A, B = torch.block_diag(gram(0, 5, 3), scalar(2.0))[None], gram(1, 5, 2)[None]
+    op, index = KroneckerPlusDiagonal(A, B, scalar(0.7), apart=True), torch.tensor([0, 0, 0, 1]).repeat(2)
+    for weight, bias in ((0.3, 2.0), (4.0, 0.1)):
+        values = torch.tensor([weight, bias], dtype=torch.float64, requires_grad=True)
+        moved = linalg.shift(op, Diagonal(values, 8, index))
+        linalg.solve(moved, normal(3, 8))
+        torch.autograd.grad(linalg.logdet(moved), values)
+    assert counted == {"eigh": 2}  # of A without the bias, and of B
+
+
 @pytest.mark.parametrize("verb", [linalg.logdet, lambda op: linalg.solve(op, torch.ones(6).double())])
 def test_a_block_without_a_prior_says_so(verb: Any) -> None:
     op = KroneckerPlusDiagonal(gram(0, 3, 3)[None], gram(1, 2, 2)[None], scalar(1.0), name="fc1")

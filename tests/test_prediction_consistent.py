@@ -33,7 +33,7 @@ from lapwing.likelihoods import (
     StudentT,
 )
 
-SOFTMAX = ("auto", "probit", "probit_centered", "mean_field", "bridge", "monte_carlo")
+SOFTMAX = ("auto", "probit", "probit_centered", "mean_field", "bridge", "bridge_norm", "monte_carlo")
 CLASSES: dict[str, tuple[Any, int, tuple[str, ...]]] = {  # likelihood, outputs, links
     "categorical": (Categorical(), 4, SOFTMAX),
     "soft": (SoftLabels(), 3, SOFTMAX),
@@ -297,6 +297,19 @@ def test_quantiles_of_probabilities_weigh_the_nodes() -> None:
         found = one.quantile(0.8)
     inside = normal.cdf(torch.tensor(1.0))  # f < 3 is z < 1
     assert_close(found[0, 0], torch.sigmoid(2 + normal.icdf(0.8 * inside)).double(), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("c", [2, 3, 6])
+def test_the_normalized_bridge_is_the_bridge_of_scaled_logits(c: int) -> None:
+    """f / √s has the variance of f over s: both by hand on the plane Σ f = 0."""
+    for seed, scale in ((0, 1.0), (1, 0.3), (2, 5.0)):
+        mean, cov = outputs(seed, c, scale)
+        gain = cov.sum(-1) / cov.sum((-1, -2)).unsqueeze(-1)
+        f, var = mean - gain * mean.sum(-1, keepdim=True), cov.diagonal(dim1=-2, dim2=-1) - gain * cov.sum(-1)
+        f = f / (var.mean(-1, keepdim=True) / math.sqrt(c / 2)).sqrt()
+        alpha = (1 - 2 / c + (f.unsqueeze(-1) - f.unsqueeze(-2)).exp().sum(-1) / c**2) / var
+        found = lw.Prediction(Categorical(), lw.outputs.Normal(mean, cov), "bridge_norm").probs
+        close(found, alpha / alpha.sum(-1, keepdim=True), 1e-7)
 
 
 def test_what_a_prediction_is_by_stands_in_its_first_line() -> None:

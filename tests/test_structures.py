@@ -71,6 +71,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 STRUCTURES: dict[str, Any] = {
     "kron": Kronecker(),
     "kron reduce": Kronecker(sharing="reduce"),
+    "kron apart": Kronecker(bias="apart"),
     "block": Block(),
     "diag": Diagonal(),
 }
@@ -144,12 +145,20 @@ def inputs_of(layer: Any, x: Tensor) -> Tensor:
     return a if getattr(layer, "bias", None) is None else torch.cat([a, torch.ones_like(a[..., :1])], -1)
 
 
-def kronecker(name: str, module: str, factor: str, sharing: str) -> Tensor:
+def inputs(name: str, module: str, a: Tensor, bias: str) -> Tensor:
+    """Σ a aᵀ (b, i, i), without the products of a bias's input with the others where it is apart."""
+    A = torch.einsum("nsbi,nsbj->bij", a, a)
+    if bias == "joint" or getattr(case(name)[0].get_submodule(module), "bias", None) is None:
+        return A
+    return torch.stack([torch.block_diag(one[:-1, :-1], one[-1:, -1:]) for one in A])
+
+
+def kronecker(name: str, module: str, factor: str, sharing: str, bias: str = "joint") -> Tensor:
     a, g = captured(name, module)
     scale = 1 / (N * a.shape[1])
     if sharing == "reduce":
         a, g, scale = a.mean(1, keepdim=True), g.sum(2, keepdim=True), 1 / N
-    A = torch.einsum("nsbi,nsbj->bij", a, a)
+    A = inputs(name, module, a, bias)
     B = torch.einsum("ncsbo,ncd,ndsbq->boq", g, middle(name, factor), g)
     return torch.block_diag(*[scale * torch.kron(b, a) for a, b in zip(A, B, strict=True)])
 
@@ -204,7 +213,7 @@ def test_every_layer_structure_and_factor(name: str, structure: str, factor: str
     for part in state.parts:
         index = standing(case(name)[0], part.name)
         if part.kind == "kron":
-            found = kronecker(name, part.name, factor, STRUCTURES[structure].sharing)
+            found = kronecker(name, part.name, factor, STRUCTURES[structure].sharing, STRUCTURES[structure].bias)
         else:
             found = G[index][:, index]
         expected[index.unsqueeze(-1), index] = found if part.kind != "diagonal" else found.diagonal().diag()
@@ -257,6 +266,7 @@ LAWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "block": (Block(), {"keeps": by_layer}),
     "kron": (Kronecker(), {"shifts": ("uniform", "grouped")}),
     "kron reduce": (Kronecker(sharing="reduce"), {"shifts": ("uniform", "grouped")}),
+    "kron apart": (Kronecker(bias="apart"), {"shifts": ("uniform", "grouped")}),
     "ekfac": (lw.curvature.EigenKronecker(), {"shifts": ("uniform", "grouped"), "adds": False}),
     "low rank": (lw.curvature.LowRank(), {"adds": False}),
 }
@@ -455,7 +465,8 @@ def test_noise_per_output(name: str, noise: str, structure: str) -> None:
                 scale = 1 / (N * a.shape[1])
                 if STRUCTURES[structure].sharing == "reduce":
                     a, g, scale = a.mean(1, keepdim=True), g.sum(2, keepdim=True), 1 / N
-                A, B = torch.einsum("nsbi,nsbj->bij", a, a), torch.einsum("ncsbo,c,ncsbq->boq", g, inverse, g)
+                A = inputs(name, part.name, a, STRUCTURES[structure].bias)
+                B = torch.einsum("ncsbo,c,ncsbq->boq", g, inverse, g)
                 found = torch.block_diag(*[scale * torch.kron(b, a) for a, b in zip(A, B, strict=True)])
             expected[index.unsqueeze(-1), index] = found.diagonal().diag() if part.kind == "diagonal" else found
         close(dense(moved), expected + torch.eye(len(G), dtype=torch.float64))

@@ -219,7 +219,7 @@ class Laplace(Judged):
         """Predict with error bars.
 
         x: inputs as in the data; targets that a mapping holds under "labels" are left out.
-        link: "auto", "probit", "probit_centered", "bridge" or "monte_carlo", for classes.
+        link: "auto", "probit", "probit_centered", "mean_field", "bridge", "bridge_norm" or "monte_carlo".
         joint: the covariance over all inputs together.
         mean: what predictions are about. "auto" is that of la.calibration, and the default of a task; "network" is the
         default of likelihoods; "tangent" for h(x, v̄), the same while the center is the trained weights; "process" for

@@ -38,11 +38,11 @@ def cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
 def _cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
     x = _few(tangent, x)
     gradient = tangent.gradients(x, torch.ones_like(tangent(x)))  # None: no output depends on it
-    candidates, reasons = _candidates(tangent)
-    candidates = [part for part in candidates if any(gradient[n] is not None for n in part.parameters)]
-    candidates, why = _called_once(tangent, candidates, x)
+    layers, reasons = candidates(tangent)
+    layers = [part for part in layers if any(gradient[n] is not None for n in part.parameters)]
+    layers, why = _called_once(tangent, layers, x)
     reasons |= why
-    proved, why = _prove(tangent, candidates, x)
+    proved, why = _prove(tangent, layers, x)
     reasons |= why
     claimed = {n for part in proved for n in part.parameters}
     rest = []
@@ -58,7 +58,7 @@ def _cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
 
 def check_layers(parts: tuple[Part, ...], tangent: TangentModel) -> None:
     """Raise unless the parts are of layers that the network has, as their rules see them."""
-    known = {part.name: part for part in _candidates(tangent)[0]}
+    known = {part.name: part for part in candidates(tangent)[0]}
     for part in parts:
         if not part.generic and replace(part, kind="", reason="", clone=False) != known.get(part.name):
             raise InvalidValue(
@@ -75,7 +75,7 @@ def _few(tangent: TangentModel, x: Any) -> Any:
     return tree.map_tensors(lambda t: torch.cat([t, t]), x) if n == 1 else tree.rows_of(x, slice(0, PROBE))
 
 
-def _candidates(tangent: TangentModel) -> tuple[list[Part], dict[str, str]]:
+def candidates(tangent: TangentModel) -> tuple[list[Part], dict[str, str]]:
     """Modules with a rule for some of their parameters, and why the other parameters have none."""
     names = {id(p): n for n, p in tangent.model.named_parameters()}
     users = Counter(names[id(p)] for m in tangent.model.modules() for p in m._parameters.values() if p is not None)

@@ -45,7 +45,7 @@ class EigenKronecker(Kronecker):
     @property
     def first(self) -> Kronecker:
         """The structure of the first pass."""
-        return Kronecker(self.memory_budget, self.sharing)
+        return Kronecker(self.memory_budget, self.sharing, self.bias)
 
     def start(self, tangent: TangentModel, likelihood: Likelihood, factor: Factor, probe: Probe) -> Accumulator:
         raise InvalidValue("the second pass of ekfac needs a basis; accumulate makes one, or takes basis=")
@@ -55,7 +55,7 @@ class EigenKronecker(Kronecker):
     ) -> Accumulator:
         parts = self.parts(tangent, probe.inputs)
         weights = likelihood.curvature_weights(factor.kind).to(tangent.device)
-        return LayeredSum(tangent, parts, len(weights), self, eigenbasis(basis, parts, self.sharing, weights))
+        return LayeredSum(tangent, parts, len(weights), self, eigenbasis(basis, parts, self, weights))
 
     def summed(self, part: Part, terms: int, tangent: TangentModel, room: Room, basis: Tensors) -> PartSum:
         if part.kind != "kron":
@@ -94,15 +94,16 @@ class EigenKronecker(Kronecker):
         return replace(one, fit=one.fit * 2, passes=2, note="diagonal in the Kronecker eigenbasis")
 
 
-def eigenbasis(state: State, parts: tuple[Part, ...], sharing: str, weights: Tensor) -> dict[str, Tensor]:
+def eigenbasis(state: State, parts: tuple[Part, ...], like: Kronecker, weights: Tensor) -> dict[str, Tensor]:
     """{part/UA: (b, i, i), part/UB: (b, o, o)} of a state of Kronecker factors, or that of an ekfac state; no UA where
     it is the identity (embeddings)."""
     if not isinstance(state, State) or not isinstance(state.structure, Kronecker):
         raise InvalidValue(f"basis must be a state of structure 'ekfac' or 'kron', got {state!r}")
-    if state.structure.sharing != sharing or state.parts != parts:
+    own = state.structure
+    if (own.sharing, own.bias, state.parts) != (like.sharing, like.bias, parts):
         raise InvalidValue(
-            f"the basis ({state.structure}) treats parameters in another way; give one of the same network, subset and "
-            f"sharing={sharing!r}"
+            f"the basis ({own}) treats parameters in another way; give one of the same network, subset and "
+            f"sharing={like.sharing!r}, bias={like.bias!r}"
         )
     if state.basis:
         return {key: u.to(weights.device) for key, u in state.basis.items()}

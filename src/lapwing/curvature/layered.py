@@ -104,8 +104,12 @@ class Layered(Structure):
     def summed(self, part: Part, terms: int, tangent: TangentModel, room: Room, basis: Tensors) -> PartSum:
         """What sums over the data for a part, by its kind; room: memory that parts share; basis: of a second pass."""
         if part.kind == "kron":
-            return KroneckerSum(part, terms, tangent, self.sharing)
+            return KroneckerSum(part, terms, tangent, self.sharing, self.uncoupled(part))
         return DenseSum(part, terms, tangent) if part.kind == "dense" else DiagonalSum(part, terms, tangent, room)
+
+    def uncoupled(self, part: Part) -> bool:
+        """Whether the bias of a part is kept apart from its weight."""
+        return False
 
     def operator(self, state: State, weights: Tensor) -> Blocks:
         """Σ_h w_h G_h as an operator, for curvature weights w (h,)."""
@@ -145,6 +149,7 @@ class Kronecker(Layered):
     diagonal."""
 
     sharing: str = "expand"  # over shared positions: "expand" or "reduce"
+    bias: str = "joint"  # one block with its weight, or "apart": without the products of the two
 
     def __post_init__(self) -> None:
         if self.memory_budget in ("expand", "reduce"):  # the first argument, meant for the second
@@ -156,9 +161,15 @@ class Kronecker(Layered):
         super().__post_init__()
         if self.sharing not in ("expand", "reduce"):
             raise InvalidValue(f"sharing must be 'expand' or 'reduce', got {self.sharing!r}")
+        if self.bias not in ("joint", "apart"):
+            raise InvalidValue(f"bias must be 'joint' or 'apart', got {self.bias!r}")
 
     def __str__(self) -> str:
-        return "kron" if self.sharing == "expand" else "kron (reduce)"
+        told = ["reduce"] * (self.sharing == "reduce") + ["bias apart"] * (self.bias == "apart")
+        return f"kron ({', '.join(told)})" if told else "kron"
+
+    def uncoupled(self, part: Part) -> bool:
+        return self.bias == "apart" and part.weight is not None and part.bias is not None
 
     def kind_of(self, part: Part) -> str:
         elementwise = part.shape[1] == 1 and part.shape[0] > 1 and part.shape[2] <= 2
@@ -240,7 +251,8 @@ def part_operator(part: Part, state: State, weights: Tensor) -> linalg.Operator:
         kept = memo.factorizations if len(weights) == 1 else KroneckerFactors()
         a = state.sums[f"{part.name}/A"].to(weights.device) if len(weights) == 1 else stored("A")
         rounding = _rounding(state, weights, b, stored("count"), eps) if state.paired else 0.0
-        return KroneckerPlusDiagonal(a, mixed, s, name=part.name, eps=eps, rounding=rounding, memo=kept)
+        apart = isinstance(state.structure, Layered) and state.structure.uncoupled(part)
+        return KroneckerPlusDiagonal(a, mixed, s, name=part.name, eps=eps, rounding=rounding, apart=apart, memo=kept)
     if part.kind == "dense":
         gram = stored("gram")
         if len(weights) == 1:

@@ -2,6 +2,7 @@
 
 kron      A = Σ a aᵀ (b, i, i),  B = Σ g gᵀ (h, b, o, o),  count = N·S (expand) or N (reduce):
           H ≈ (1/count) B ⊗ A                                                            Eq. 14
+          (a bias apart from its weight: A without the products of its input, 1, with the others)
 dense     Σ_n Σ_k dW dWᵀ  (h, boi, boi)
 diagonal  Σ_n Σ_k dW²     (h, boi), positions summed before the square                    Eq. 16
 
@@ -71,9 +72,10 @@ class KroneckerSum(PartSum):
 
     mutable = "a", "b", "count"
 
-    def __init__(self, part: Part, terms: int, tangent: TangentModel, sharing: str) -> None:
+    def __init__(self, part: Part, terms: int, tangent: TangentModel, sharing: str, apart: bool = False) -> None:
         b, o, _ = part.shape
         self.terms, self.sharing, self.shape = terms, sharing, part.shape
+        self.apart = apart  # whether products of the bias's input with the others are left out of A
         self.a: Tensor | None = None  # (b, i, i), or its diagonal (b, i)
         self.b = torch.zeros(terms, b, o, o, dtype=tangent.sum_dtype, device=tangent.device)
         self.count = torch.zeros((), dtype=torch.float64, device=tangent.device)
@@ -101,7 +103,10 @@ class KroneckerSum(PartSum):
         """A, B and their count."""
         b, _, i = self.shape
         a = self.b.new_zeros(b, i, i) if self.a is None else self.a  # None: called on the probe, on no batch
-        return {"A": a if a.ndim == 2 else mirrored(a), "B": self.b, "count": self.count}
+        a = a if a.ndim == 2 else mirrored(a)
+        if self.apart:
+            a[:, -1, :-1] = a[:, :-1, -1] = 0
+        return {"A": a, "B": self.b, "count": self.count}
 
 
 def _add_outputs(total: Tensor, g: Tensor) -> None:

@@ -7,6 +7,9 @@ With B = U_B diag(m) U_Bᵀ and A = U_A diag(l) U_Aᵀ, the shift adds to the *p
                                   B' = u^-½ B u^-½,  A' = e^-½ A e^-½
     D = δ (u ⊗ e), u ⊗ e fixed (the g-prior's unit):  M = (u ⊗ e)^½ (s·B' ⊗ A' + δ) (u ⊗ e)^½
 
+    D = 1 ⊗ e, and the last input uncoupled from the others in A (`apart`), e one value for those and one for it:
+                                  log|M| = Σ_{boi} log(s·m_bo·l_bi + e_bi), each eigenvector of A with its own value
+
 Any other D cannot be absorbed. Eigenvalues come first (all that the evidence needs); eigenvectors when asked for.
 A is (b, i, i), or its diagonal (b, i) where inputs are rows of the identity (embeddings). It is given as it was summed,
 which may be in float32, and copied to float64 where that is needed: eigenvalues are not.
@@ -14,11 +17,12 @@ which may be in float32, and copied to float64 where that is needed: eigenvalues
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapwing.errors import Unsupported
 from lapwing.operators import linalg
@@ -37,6 +41,7 @@ class KroneckerPlusDiagonal:
     name: str = "a layer"
     eps: float = torch.finfo(torch.float64).eps  # of the numbers that the factors were summed from
     rounding: float = 0.0  # of B, where terms of both signs cancel in it
+    apart: bool = False  # A has no products of the last input (a bias's) with the others
     memo: KroneckerFactors = field(default_factory=KroneckerFactors)  # of A and B: shared by every s and single D
 
     @property
@@ -114,10 +119,32 @@ class KroneckerPlusDiagonal:
         values = self.diag.values
         return u if by_row is None else u * values[by_row], e if by_column is None else e * values[by_column]
 
-    def whitened(self) -> tuple[Tensor, Tensor]:
-        """A' and B' for a shift that is not uniform; A and B themselves for one that is."""
+    @cached_property
+    def by_eigenvector(self) -> Tensor | None:
+        """Which value of D each eigenvector of A has, (b, i), where an uncoupled last input has another value than the
+        rest, who share one; else None."""
+        if not self.apart or self.diag is None or self.diag.single or self.diag.unit is not None:
+            return None
+        _, by_column = self.pattern
+        shared = by_column is not None and bool((by_column[:, :-1] == by_column[:, :1]).all())
+        return by_column if shared else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether D leaves the eigenvectors of A and B as they are, so that nothing is whitened."""
+        return self.diag is None or self.diag.uniform or self.by_eigenvector is not None
+
+    @property
+    def level(self) -> Tensor:
+        """What D adds to (whitened) products of eigenvalues: a value for all, (1,), or for each of A's, (b, 1, i)."""
         assert self.diag is not None
-        if self.diag.uniform:
+        if self.by_eigenvector is not None:
+            return self.diag.values[self.by_eigenvector].unsqueeze(-2)
+        return self.diag.values if self.diag.single else torch.ones_like(self.diag.values[:1])
+
+    def whitened(self) -> tuple[Tensor, Tensor]:
+        """A' and B' for a shift that turns eigenvectors; A and B themselves for one that does not."""
+        if self.plain:
             return self.inputs, self.b
         u, e = self.separated
         a = self.a / e if self.a.ndim == 2 else self.a * (e.rsqrt().unsqueeze(-1) * e.rsqrt().unsqueeze(-2))
@@ -125,29 +152,29 @@ class KroneckerPlusDiagonal:
 
     def _fresh(self) -> bool:
         """Whether eigenvalues must be differentiable, or belong to this shift alone."""
-        return self.b.requires_grad or not (self.diag is None or self.diag.single)
+        return self.b.requires_grad or not (self.plain or (self.diag is not None and self.diag.single))
 
     @property
     def eigenvalues(self) -> Tensor:
         """Products m·l of the (whitened) factors, (b, o, i), differentiable in D."""
         if self._fresh():
-            a, b = self.whitened() if self.diag is not None else (self.inputs, self.b)
-            l = linalg.clip(a if a.ndim == 2 else torch.linalg.eigvalsh(a), self.eps)
+            a, b = self.whitened()
+            l = linalg.clip(a if a.ndim == 2 else self._input_values(torch.linalg.eigvalsh, a), self.eps)
             return self._clip_outputs(torch.linalg.eigvalsh(b)).unsqueeze(-1) * l.unsqueeze(-2)
         kept = self.memo.spectrum(self.diag)
         if kept.eigenvalues is None:
             if kept.eigenvectors is not None:
                 l, _, m, _ = kept.eigenvectors
             else:
-                a, b = (self.a, self.b) if self.diag is None or self.diag.uniform else self.whitened()
-                l = a.to(self.b) if a.ndim == 2 else self._eigvalsh(a)
+                a, b = (self.a, self.b) if self.plain else self.whitened()
+                l = a.to(self.b) if a.ndim == 2 else self._input_values(self._eigvalsh, a)
                 m = self._eigvalsh(b)
             kept.eigenvalues = self._clip_outputs(m).unsqueeze(-1) * linalg.clip(l, self.eps).unsqueeze(-2)
         return kept.eigenvalues
 
     def _clip_outputs(self, m: Tensor) -> Tensor:
         """Eigenvalues of B or B' without what rounding took below zero."""
-        if not self.rounding or self.diag is None or self.diag.uniform:
+        if not self.rounding or self.plain:
             return linalg.clip(m, self.eps, self.rounding)
         return linalg.clip(m, self.eps, self.rounding / float(self.separated[0].detach().min()))
 
@@ -156,13 +183,28 @@ class KroneckerPlusDiagonal:
         single = self.eps >= torch.finfo(torch.float32).eps
         return torch.linalg.eigvalsh(matrix.float() if single else matrix).to(self.b)
 
+    def _input_values(self, eigvalsh: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
+        """Eigenvalues (b, i) of A; that of an uncoupled input in the last place."""
+        if not self.apart:
+            return eigvalsh(a)
+        return torch.cat([eigvalsh(a[:, :-1, :-1]), a[:, -1:, -1].to(self.b)], -1)
+
+    def _input_vectors(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (b, i) and eigenvectors (b, i, i) of A, in the order of `_input_values`."""
+        if not self.apart:
+            return torch.linalg.eigh(a)
+        l, u = torch.linalg.eigh(a[:, :-1, :-1])
+        vectors = nn.functional.pad(u, (0, 1, 0, 1))
+        vectors[:, -1, -1] = 1
+        return torch.cat([l, a[:, -1:, -1]], -1), vectors
+
     @cached_property
     def decomposition(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """l (b, i), U_A (b, i, i) or None for the identity, m (b, o), U_B (b, o, o), of the whitened factors."""
         fresh, kept = self._fresh(), self.memo.spectrum(self.diag)
         if fresh or kept.eigenvectors is None:
-            a, b = (t.detach() for t in (self.whitened() if self.diag is not None else (self.inputs, self.b)))
-            l, ua = (a, None) if a.ndim == 2 else torch.linalg.eigh(a)
+            a, b = (t.detach() for t in self.whitened())
+            l, ua = (a, None) if a.ndim == 2 else self._input_vectors(a)
             m, ub = torch.linalg.eigh(b)
             out = linalg.clip(l, self.eps), ua, self._clip_outputs(m), ub
             if fresh:
@@ -172,18 +214,15 @@ class KroneckerPlusDiagonal:
 
     @cached_property
     def precision(self) -> Tensor:
-        """The eigenvalues of M (uniform D) or of (u ⊗ e)^-½ M (u ⊗ e)^-½, (b, o, i), in the basis of `decomposition`,
+        """The eigenvalues of M (`plain`) or of (u ⊗ e)^-½ M (u ⊗ e)^-½, (b, o, i), in the basis of `decomposition`,
         and like it without gradient: of the verbs only logdet is differentiable."""
-        assert self.diag is not None
         l, _, m, _ = self.decomposition
-        shift = self.diag.values.detach() if self.diag.single else 1.0
-        return self.factor.detach() * m.unsqueeze(-1) * l.unsqueeze(-2) + shift
+        return self.factor.detach() * m.unsqueeze(-1) * l.unsqueeze(-2) + self.level.detach()
 
     def scaling(self) -> Tensor:
-        """(u ⊗ e)^-½ as (b, o, i) where D is not uniform, else 1; without gradient."""
+        """(u ⊗ e)^-½ as (b, o, i) where D turns eigenvectors, else 1; without gradient."""
         self.pattern  # noqa: B018 - raises for a shift that cannot be absorbed
-        assert self.diag is not None
-        if self.diag.uniform:
+        if self.plain:
             return torch.ones((), dtype=self.b.dtype, device=self.b.device)
         u, e = (t.detach() for t in self.separated)
         return u.rsqrt().unsqueeze(-1) * e.rsqrt().unsqueeze(-2)
@@ -231,8 +270,8 @@ def _(op: KroneckerPlusDiagonal, b: Tensor) -> Tensor:
 def _(op: KroneckerPlusDiagonal) -> Tensor:
     op.pattern  # noqa: B018 - raises for a shift that cannot be absorbed
     assert op.diag is not None
-    if op.diag.single:
-        out = torch.log(op.factor * op.eigenvalues + op.diag.values).sum()
+    if op.diag.single or op.plain:
+        out = torch.log(op.factor * op.eigenvalues + op.level).sum()
         return out if op.diag.unit is None else out + op.diag.unit.log().sum()
     return torch.log1p(op.factor * op.eigenvalues).sum() + op.diag.dense().log().sum()
 

@@ -8,6 +8,7 @@
     mean_field       p_k ∝ 1 / Σ_l exp(−(μ_k − μ_l) / √(1 + π/8 · Var[f_k − f_l])): pairs of logits, with their
                      covariance, so a common shift does not count (Lu, Ie, Sha 2020)
     bridge           the mean of a Dirichlet matched to softmax(f) (Laplace bridge), after conditioning on Σ f = 0
+    bridge_norm      the same for f / √s, s the mean variance by √(c/2), so that the size of the variance counts
     monte_carlo      the mean of E[y|f] over fixed quasi-random draws with the full covariance, or by quadrature where
                      outputs can be taken one by one: the reference
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from lapwing.errors import Unsupported
 from lapwing.likelihoods import Likelihood
 
-LINKS = ("auto", "exact", "delta", "probit", "probit_centered", "mean_field", "bridge", "monte_carlo")
+LINKS = ("auto", "exact", "delta", "probit", "probit_centered", "mean_field", "bridge", "bridge_norm", "monte_carlo")
 
 
 def resolve(likelihood: Likelihood, link: str) -> str:
@@ -75,14 +76,32 @@ def _shrunk(mean: Tensor, cov: Tensor) -> Tensor:
 
 
 def _bridge(mean: Tensor, cov: Tensor) -> Tensor:
-    """α_k = (1 − 2/c + c⁻² Σ_l exp(f_k − f_l)) / V_kk on the plane Σ f = 0; E[p] = α / Σ α, by logarithms of α."""
+    """α_k = (1 − 2/c + c⁻² Σ_l exp(f_k − f_l)) / V_kk on the plane Σ f = 0; E[p] = α / Σ α."""
+    mean, var, _ = _on_plane(mean, cov)
+    return _dirichlet_mean(mean, var)
+
+
+def _bridge_norm(mean: Tensor, cov: Tensor) -> Tensor:
+    """The bridge of f / √s on that plane, s = mean_k V_kk / √(c/2): so the size of the variance counts."""
+    mean, var, unit = _on_plane(mean, cov)
+    size = unit * var.mean(-1, keepdim=True) / math.sqrt(mean.shape[-1] / 2)
+    return _dirichlet_mean(mean * size.clamp(min=torch.finfo(cov.dtype).tiny).rsqrt(), var)
+
+
+def _on_plane(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """f given Σ f = 0: its mean, its variances in a unit, and that unit, the largest V_kk."""
     c, eps, tiny = mean.shape[-1], torch.finfo(cov.dtype).eps, torch.finfo(cov.dtype).tiny
-    cov = cov / cov.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None].clamp(min=tiny)  # E[p] sees ratios
+    unit = cov.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(min=tiny)
+    cov = cov / unit.unsqueeze(-1)
     var, row, total = cov.diagonal(dim1=-2, dim2=-1), cov.sum(-1), cov.sum((-1, -2)).unsqueeze(-1)
     flat = total <= 10 * c * eps * var.sum(-1, keepdim=True)  # a common shift that does not vary: only center it
     gain = torch.where(flat, 1 / c, row / torch.where(flat, 1, total))
-    mean = mean - gain * mean.sum(-1, keepdim=True)
-    var = torch.where(flat, var, var - gain * row)
+    return mean - gain * mean.sum(-1, keepdim=True), torch.where(flat, var, var - gain * row), unit
+
+
+def _dirichlet_mean(mean: Tensor, var: Tensor) -> Tensor:
+    """E[p] of the Dirichlet with these logits and variances, by logarithms of α; it sees ratios of variances alone."""
+    c, eps, tiny = mean.shape[-1], torch.finfo(var.dtype).eps, torch.finfo(var.dtype).tiny
     var = (var / var.amax(-1, keepdim=True).clamp(min=tiny)).clamp(min=eps)
     log_sum = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(c)
     least = torch.log(torch.full_like(log_sum, 1 - 2 / c))  # −∞ for two classes
@@ -96,6 +115,7 @@ CLOSED: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
         "probit_centered": _probit_centered,
         "mean_field": _mean_field,
         "bridge": _bridge,
+        "bridge_norm": _bridge_norm,
     },
     "sigmoid": {"probit": lambda mean, cov: torch.sigmoid(_shrunk(mean, cov))},
 }

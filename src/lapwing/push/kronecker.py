@@ -15,7 +15,7 @@ from lapwing.push.basis import Diagonalized, in_basis, rotated
 @in_basis.register
 def _(op: KroneckerPlusDiagonal, part: Part, view: Any, g: Tensor) -> Diagonalized:
     _, ua, _, ub = op.decomposition
-    if op.diag is not None and not op.diag.uniform:
+    if not op.plain:
         u, e = (t.rsqrt().to(g) for t in op.separated)
         g = g * u
         ua = torch.diag_embed(e) if ua is None else e.unsqueeze(-1) * ua.to(g)

@@ -136,7 +136,9 @@ def _adjoint(tangent: TangentModel, v: Tensor, found: Tensor, r: Tensor, truth: 
 
 def agree(found: Rows, truth: Gradients, w: Tensor, eps: float) -> bool:
     """Whether Σ w found, for found {name: (*w.shape, *shape)}, is the truth for each name, up to rounding."""
-    flat = {n: t.reshape(w.numel(), -1) for n, t in found.items() if t.numel() and t.shape[: w.ndim] == w.shape}
+    flat = {
+        n: t.detach().reshape(w.numel(), -1) for n, t in found.items() if t.numel() and t.shape[: w.ndim] == w.shape
+    }
     if any(n not in flat or flat[n].shape[1] != g.numel() for n, g in truth.items() if g is not None and g.numel()):
         return False
     w = w.reshape(-1)

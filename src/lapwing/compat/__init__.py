@@ -1,0 +1,1 @@
+"""The calls of other libraries, on this one: `laplace_torch`."""
