@@ -149,14 +149,34 @@ def verbs(rank: int, size: int) -> dict[str, Any]:
     streamed = kron.tuned()
     out["tuned by passes"] = streamed.prior.precision, streamed.log_evidence()
     jacobian.HELD_ROWS_BYTES = kept
-    table = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, 2)).double()
-    table.load_state_dict({k: torch.randn(v.shape, generator=G(3)).double() for k, v in table.state_dict().items()})
     words = torch.randint(6, (N, 2), generator=G(4))
     out["ella"] = features(data, likelihood, group)
     out["ella of streams"] = features(Unsized(data), likelihood, group)
     tokens = shard(words, problem("categorical")[1], rank, size)
-    out["embedding"] = described_sums(lw.laplace(table, tokens, likelihood, structure="kron", process_group=group))
+    out["embedding"] = described_sums(
+        lw.laplace(embedding(), tokens, likelihood, structure="kron", process_group=group)
+    )
     return out
+
+
+def calibrated(rank: int, size: int) -> dict[str, Any]:
+    """How sure a classifier may be: of numbers, whose features no rank has of all; and of integers, which have none."""
+    group, y = "world" if size > 1 else None, problem("categorical")[1]
+    words = torch.randint(6, (N, 2), generator=G(4))
+    out: dict[str, Any] = {}
+    for name, x, net in (("numbers", inputs(), network()), ("integers", words, embedding())):
+        la = lw.laplace(net, shard(x, y, rank, size), "classification", process_group=group).tuned()
+        one = la.calibration
+        out[name] = one.choice.scale, one.choice.a, one.choice.b, one.choice.premium, la.predict(x[:3]).probs
+        out[f"{name}: n"] = one.n, one.findings
+    return out
+
+
+def embedding() -> nn.Module:
+    """Integers (n, 2) below 6 -> 2."""
+    table = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, 2)).double()
+    table.load_state_dict({k: torch.randn(v.shape, generator=G(3)).double() for k, v in table.state_dict().items()})
+    return table
 
 
 class Unsized:
@@ -470,6 +490,7 @@ def absent(rank: int, size: int) -> dict[str, Any]:
 SESSIONS: dict[str, tuple[Callable[[int, int], dict[str, Any]], tuple[int, ...]]] = {
     "fits": (fits, (1, 2, 3)),
     "verbs": (verbs, (1, 3)),
+    "calibrated": (calibrated, (1, 2, 3)),
     "streams": (streams, (1, 2, 3)),
     "spread": (spread, (1, 2, 3)),
     "sampled": (sampled, (1, 2)),
@@ -610,6 +631,18 @@ def test_tuned_is_that_of_one_process(folder: Path, name: str, size: int) -> Non
     assert_same(ranks)
     for key in ("tuned evidence", "tuned prior", "tuned noise", "tuned covariance", "v*"):
         close(ranks[0][key], alone[key], 1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_calibration_is_the_same_on_all_ranks_and_that_of_one_process_without_features(
+    folder: Path, size: int
+) -> None:
+    ranks, (alone,) = (found(folder, "calibrated", n) for n in (size, 1))
+    assert_same(ranks)
+    for key in ("integers", "integers: n"):
+        close(ranks[0][key], alone[key])
+    assert ranks[0]["numbers: n"][0] == N
+    assert "no features" in ranks[0]["numbers: n"][1][0]
 
 
 def test_parameters_of_a_wrapped_model_have_their_own_names(folder: Path) -> None:

@@ -7,7 +7,8 @@
     no data    Σ tr C₋ₙ / Σ tr J_n A⁻¹ J_nᵀ: the share of the prior's variance at a left-out input that the others leave
 
 A posterior that pays far more than it reckons with is no local approximation any more. One that predicts its own data
-worse than its network is too wide, or its network has memorized wrong labels: these figures cannot tell which.
+worse than its network is too wide, or its network has memorized wrong labels: these figures cannot tell which. Where
+predictions are calibrated, `training` is theirs, what they pay was chosen, and the calibration's own findings are told.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ class Check:
     by_labels: bool  # whether it was fitted to observations made of labels, as "dirichlet" is
     left_out: float | None = None
     no_data: float | None = None
+    calibration: Any = None  # how sure predictions may be, where that was chosen: its words, `figures` and `findings`
 
     @property
     def findings(self) -> tuple[str, ...]:
         """What the figures say, and what to do; () where nothing is wrong."""
-        found = []
-        if words := unfit((self.training, self.network)):
+        found = [] if self.calibration is None else list(self.calibration.findings)
+        if self.calibration is None and (words := unfit((self.training, self.network))):
             first = "C" if self.by_labels else "Fit with likelihood='classification', or c"
             found.append(
                 f"it {words}: it is too wide, or the network has memorized wrong labels. "
@@ -87,23 +89,31 @@ class Check:
                 f"left out, in closed form: −log p {self.left_out:.4g} (features have seen the labels: optimistic); "
                 f"{100 * self.no_data:.0f} % of the prior's variance is left"
             )
+        if self.calibration is not None:
+            lines.append(f"calibrated, {self.calibration}: {self.calibration.figures}")
         return "\n".join(lines + [f"! {text}" for text in self.findings])
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def checked(
-    posterior: Gaussian, prior: Prior, likelihood: Likelihood, batches: Any, center: Center | None = None
+    posterior: Gaussian,
+    prior: Prior,
+    likelihood: Likelihood,
+    batches: Any,
+    center: Center | None = None,
+    calibration: Any = None,
 ) -> Check:
     """On the first rows of the data of the fit, about the network's outputs. center: a mode that examples can be left
-    out at, where the curvature is exact."""
-    z, C, K, mode, y = _rows(posterior, prior, batches, center)
+    out at, where the curvature is exact. calibration: what predictions are about, where that was chosen."""
+    z, C, K, mode, y, shown, around = _rows(posterior, prior, batches, center, calibration)
     made = Prediction(likelihood.predictive, Normal(z, C))
+    predicted = Prediction(likelihood.predictive, Normal(shown, around))
     S, some = likelihood.scaled_root(z, y), made.outputs.nodes(torch.arange(len(z), device=z.device), None)
     some = replace(some, f=torch.cat([some.f, 2 * z - some.f]))  # in pairs, so that slopes cancel
     paid = likelihood.log_prob(z, y) - likelihood.log_prob(some.f, y.expand(len(some.f), *y.shape)).mean(0)
     figures = (
-        -float(made.log_prob(y).mean()),
+        -float(predicted.log_prob(y).mean()),
         -float(made.likelihood.log_prob(z, y).mean()),
         0.5 * _trace(S.mT @ C @ S) / len(z),
         float(paid.mean()),
@@ -113,16 +123,19 @@ def checked(
         mean, cov, _ = left_out(likelihood, mode, C, y, z)
         out["left_out"] = -float(Prediction(likelihood.predictive, Normal(mean, cov)).log_prob(y).mean())
         out["no_data"] = _trace(cov) / _trace(K)
-    return Check(len(z), *figures, likelihood.predictive is not likelihood, **out)
+    return Check(len(z), *figures, likelihood.predictive is not likelihood, **out, calibration=calibration)
 
 
 def _trace(matrices: Tensor) -> float:
     return float(matrices.diagonal(dim1=-2, dim2=-1).sum())
 
 
-def _rows(posterior: Gaussian, prior: Prior, batches: Any, center: Center | None) -> tuple[Tensor, ...]:
-    """Outputs (m, c), their covariances and those of the prior (m, c, c), outputs at the center, and targets, of the
-    first rows; without a center, nothing is made of the two that it is needed for."""
+def _rows(
+    posterior: Gaussian, prior: Prior, batches: Any, center: Center | None, calibration: Any
+) -> tuple[Tensor, ...]:
+    """Outputs (m, c), their covariances and those of the prior (m, c, c), outputs at the center, targets, and outputs
+    and covariances as predictions have them, of the first rows; without a center, nothing is made of the two that it is
+    needed for."""
     tangent, a = posterior.tangent, prior.quadratic(posterior.tangent.theta.double())[0]
     found: list[tuple[Tensor, ...]] = []
     for x, y in passes(batches, tangent.device, label="check"):
@@ -131,10 +144,10 @@ def _rows(posterior: Gaussian, prior: Prior, batches: Any, center: Center | None
         if center is not None:
             before = push(a, At(tangent, x, budget=posterior.memory_budget))
             mode = about(made, tangent, x, center)
-        covs = (one.marginal.double().reshape(-1, *made.marginal.shape[-2:]) for one in (made, before))
-        found.append(
-            (flat_outputs(made.mean).double(), *covs, flat_outputs(mode.mean).double(), flat_targets(made.mean, y))
-        )
+        shown = made if calibration is None else calibration.applied(made, x)
+        f, v, z = (flat_outputs(one.mean).double() for one in (made, mode, shown))
+        C, K, around = (one.marginal.double().reshape(*f.shape, f.shape[-1]) for one in (made, before, shown))
+        found.append((f, C, K, v, flat_targets(made.mean, y), z, around))
         if sum(len(one[0]) for one in found) >= ROWS:
             break
     if not found:

@@ -23,6 +23,7 @@ class Judged(Shell):
         state: Any
         prior: Any
         center: str
+        calibration: Any
         memory_budget: int
         spread: Any
         streams: Any
@@ -62,11 +63,11 @@ class Judged(Shell):
     def check(self, data: Any = None) -> Check:
         """Hold the posterior to some of its training data, and say in words what that means and what to call instead:
         its loss beside the network's, what draws cost beside what it reckons with, and examples that are left out where
-        the structure is exact. Prints itself; `check.ok`, `check.findings`."""
+        the structure is exact; and what a calibration was chosen by. Prints itself; `check.ok`, `check.findings`."""
         batches = self.read_again(data, "check")
         exact = self.state.structure.bound == "exact" and self.state.factor.kind == "exact"
         center = None if self.center == "map" or not exact else self._mode
-        return checked(self.spread, self.prior, self.likelihood, batches, center)
+        return checked(self.spread, self.prior, self.likelihood, batches, center, self.calibration)
 
     @property
     def _mode(self) -> Center:
@@ -78,8 +79,11 @@ class Judged(Shell):
         Exact for structure="full" of the model that `mean` names, "process" or "tangent"; for "network" one Newton step
         from its outputs. It is optimistic: the features have seen the labels. See `docs/guide/evidence.md`."""
         batches = self.read_again(data, "leave_one_out")
-        if checked_mean(mean) == "mixture":
-            raise InvalidValue("a mixture's members are left out one by one: ask for 'network' and for 'process'")
+        if checked_mean(mean) in ("mixture", "auto"):
+            raise InvalidValue(
+                f"mean={mean!r} is made of others, which are left out one by one: ask for 'network', 'tangent' or "
+                "'process'; what a calibration was chosen by is in la.calibration"
+            )
         center = None if mean == "network" else self.process_map if mean == "process" else self.tangent_map
         return leave_one_out(self.spread, self.likelihood, batches, center)
 

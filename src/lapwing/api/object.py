@@ -274,7 +274,9 @@ class Laplace(Judged):
     ) -> FunctionSamples:
         """n functions drawn from the posterior, each the same function at all inputs of all calls (Thompson sampling):
         `functions(x)` are outputs (n, *f.shape). mean: that they are about, as in predict."""
-        moved = checked_mean(mean) == "tangent" and self.center == "tangent"
+        if checked_mean(mean) not in ("network", "tangent"):
+            raise InvalidValue(f"functions are drawn about the network's mean or the tangent's, not mean={mean!r}")
+        moved = mean == "tangent" and self.center == "tangent"
         center = self.tangent_map.vector if moved else None
         return function_samples(self.spread, n, generator, center)
 

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 def tuned(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, center: str | None, mean: str) -> Laplace:
     """As `Laplace.tuned` says."""
     if la.mean == "auto" and la.likelihood.classes and method != "validation" and center in (None, "map"):
-        return _calibrated(la, method, fixed, data)
+        return _calibrated(la, method, fixed, data, mean)
     center = center or "tangent"
-    if checked_mean(mean) != "network" and (method == "validation" or checked_center(center) == "map"):
+    if checked_mean(mean) == "auto":
+        raise InvalidValue("mean='auto' is what tuned() of a classification chooses; name a mean, or drop mean=")
+    if mean != "network" and (method == "validation" or checked_center(center) == "map"):
         raise InvalidValue(f"mean={mean!r} belongs to the evidence at center='tangent' or 'process', which learn v*")
     if la.streams and data is not None and method != "validation":
         return la.attached(data).tuned(method, fixed, None, center, mean)
@@ -61,10 +63,14 @@ def _with_process(la: Laplace) -> Laplace:
     return replace(la, process_at=la.process_map, calibration=with_process(la.n))
 
 
-def _calibrated(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any) -> Laplace:
+def _calibrated(la: Laplace, method: str | None, fixed: tuple[str, ...], data: Any, mean: str) -> Laplace:
     """A prior by the evidence at the trained weights, and how sure predictions may be by the training data."""
-    if method not in (None, "evidence"):
-        raise InvalidValue(f"a classification is tuned by the evidence at the trained weights; drop method={method!r}")
+    for name, value, ways in (("method", method, (None, "evidence")), ("mean", mean, ("network", "auto"))):
+        if value not in ways:
+            raise InvalidValue(
+                f"a classification is tuned by the evidence at the trained weights; drop {name}={value!r}, or give "
+                "center='tangent', which chooses no calibration"
+            )
     batches = la.read_again(data, "tuned()")
     fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
     prior, likelihood, tuning = tune.evidence(la.state, la.prior, la.likelihood, fixed)

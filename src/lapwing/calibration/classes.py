@@ -59,9 +59,11 @@ class Rows:
     labels: Tensor | None = None
     doubt: Tensor | None = None
 
-    def loss(self, s: float, f: Tensor, more: Tensor | float = 0.0) -> Tensor:
+    def loss(self, s: float, f: Tensor, more: Tensor | None = None) -> Tensor:
         """−log E_e p(y | f + √s e), (..., m), at logits f (..., m, c). more: nodes (j, m, c) beside those of e."""
-        nodes = f.unsqueeze(-3) + (math.sqrt(s) * self.e + more)  # (..., j, m, c)
+        if s == 0 and more is None:
+            return -self.likelihood.log_prob(f, self.y.expand(*f.shape[:-2], *self.y.shape))
+        nodes = f.unsqueeze(-3) + (math.sqrt(s) * self.e + (0.0 if more is None else more))  # (..., j, m, c)
         y = self.y.expand(*nodes.shape[:-2], *self.y.shape)
         return math.log(len(self.e)) - self.likelihood.log_prob(nodes, y).logsumexp(-2)
 
@@ -81,7 +83,9 @@ class Rows:
         assert self.logits is not None
         assert self.labels is not None
         assert self.doubt is not None
-        return self.loss(s, a * self.logits + b * self.labels, b * self.doubt).mean(0)
+        more = b * self.doubt if isinstance(b, Tensor) or b else None
+        losses = [self.loss(s, a * one + b * self.labels, more) for one in self.logits]  # one by one: (j, m, c) each
+        return torch.stack(losses).mean(0)
 
 
 @dataclass(frozen=True)

@@ -47,19 +47,20 @@ class InputFeatures:
 
 def input_features(batches: Iterable[Any], device: torch.device) -> InputFeatures | None:
     """By one pass over the data, without the network; None where inputs are no tensor of numbers, or of too many."""
-    ranks, sums = ranks_of(batches), None
+    if not ranks_of(batches).alone:  # inputs of a rank's own are not those of all
+        return None
+    n, first, eps = 0, torch.empty(0), 0.0
     for x, _ in passes(batches, device, label="inputs"):
-        if not suits(x):
+        if not suits(x) or (n and x[0].numel() != len(first)):
             return None
         rows = x.flatten(1).double()
-        if sums is None:
-            sums = rows.new_zeros(3, rows.shape[1])
-        sums += torch.stack([torch.ones_like(rows[0]) * len(rows), rows.sum(0), rows.square().sum(0)])
-    if sums is None or not ranks.alone:  # inputs of a rank's own are not those of all
-        return None
-    n, mean = sums[0], sums[1] / sums[0]
-    std = (sums[2] / n - mean.square()).clamp(min=0).sqrt()
-    still = std <= 1e-6 * std.max()
+        if not n:  # sums are about the first input, so that squares of a large mean do not round the rest away
+            first, sums, eps = rows[0], rows.new_zeros(2, rows.shape[1]), torch.finfo(x.dtype).eps
+        n += len(rows)
+        sums += torch.stack([(rows - first).sum(0), (rows - first).square().sum(0)])
+    mean = first + sums[0] / n
+    std = (sums[1] / n - (sums[0] / n).square()).clamp(min=0).sqrt()
+    still = std <= 4 * eps * mean.abs()  # it changes by rounding alone, whatever its unit
     return InputFeatures(mean, torch.where(still, 0.0, 1 / (std * math.sqrt(max(1, int((~still).sum()))))))
 
 

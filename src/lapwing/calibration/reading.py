@@ -52,14 +52,14 @@ class Seen:
         """Nodes (j, m, c) of what the targets of others leave open, about its mean."""
         assert self.targets is not None
         z = quasi_normal(NODES, 2 * self.f.shape[-1]).to(self.f)[:, self.f.shape[-1] :]  # not those of e
-        return self.targets.doubt[:, None] * (z @ psd_root(self.targets.between).mT)[:, None]
+        return self.targets.doubt[:, None] * (z @ _symmetric_root(self.targets.between))[:, None]
 
     @property
     def r2(self) -> float:
         """How much of the network's outputs the others foretell."""
         assert self.network is not None
         missed, whole = (self.f - self.network.mean).square().sum(), (self.f - self.network.offset).square().sum()
-        return float(1 - missed / whole)
+        return float(1 - missed / whole) if float(whole) > 0 else 0.0
 
 
 @torch.no_grad()
@@ -83,14 +83,19 @@ def read(posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], pr
                 features = None  # outputs at several positions of one input, or too many for covariances
                 continue
             _add(sums, features(x), f, _observed(likelihood, f, y))
+    kept = ranks.joined(kept, "rows of training data")  # a rank may have none
     f, e, y = (torch.cat(parts, dim) for parts, dim in zip(zip(*kept, strict=True), (0, 1, 0), strict=True))
-    if not ranks.alone:
-        f, e, y = (torch.cat(ranks.joined([t], "rows of training data"), dim) for t, dim in ((f, 0), (e, 1), (y, 0)))
     if features is None:
         return Seen(f, e, y, ranks.count(n, "examples"))
     phi = features(_inputs(batches, device, len(f)))
     fits = _regressions(sums, n, phi, f, _observed(likelihood, f, y))
     return Seen(f, e, y, n, features, *fits)
+
+
+def _symmetric_root(B: Tensor) -> Tensor:
+    """B^½ (c, c). Observations of one-hot labels have a singular B: among its other roots rounding would choose."""
+    values, vectors = torch.linalg.eigh(B)
+    return (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
 
 
 def _observed(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A calibration: what predictions of a posterior are multiplied by, and moved by.
 
-    classes    outputs ~ N(a f(x) + b m(x), s V(x) + b² B ‖φ(x) R‖²),      m(x) = φ(x) w + offset  (ridge.py)
+    classes    outputs ~ N(a f(x) + b m(x), s V(x) + b² B ‖φ(x) R‖²),      m(x) = φ(x) w + offset  (Eq. 28, ridge.py)
     numbers    a mixture of N(f(x), V(x)) and N(p(x), V(x)), p the mean of the process about a constant
 
 s is the temperature of the posterior, which its owner keeps. Shapes: d features, c outputs.
@@ -30,7 +30,7 @@ PROCESS = 0.25  # of a mixture
 KEPT = ("weights", "offset", "between", "root")  # of a regression, in a file
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
     """A choice of s, a and b, with the regression m on features φ where b is not 0."""
 
@@ -67,12 +67,29 @@ class Calibration:
         """Whether examples that are left out had a say."""
         return not math.isnan(self.choice.r2)
 
+    def __repr__(self) -> str:
+        return f"Calibration({self})"
+
     def __str__(self) -> str:
         if self.process:
             return f"{100 * self.process:.0f} % of the process"
         one = self.choice
         words = f"covariance × {one.scale:.3g}, logits × {one.a:.3g}"
         return words + (f", labels of near inputs × {one.b:.3g}" if one.b else "")
+
+    @property
+    def figures(self) -> str:
+        """What it was chosen by, in words."""
+        one = self.choice
+        if self.process:
+            return "a weight that is the same for all fits"
+        words = f"its training data cost {one.premium:.3g} nats more a row"
+        if not self.by_features:
+            return words
+        return (
+            f"{words}; left out, −log p {one.left_out:.4g} where the network has {one.network:.4g}; near inputs "
+            f"foretell its logits with R² {one.r2:.2f}"
+        )
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -151,8 +168,10 @@ def unpack(entries: Entries, held: Tensors) -> Calibration | None:
         raise BrokenFile(f"its calibration has the numbers {list(numbers)}")
     numbers = {key: math.nan if v is None else v for key, v in numbers.items()}
     choice = Choice(**unpack_plain(Choice, numbers, "its calibration"))
-    if not (0 < choice.scale <= 1 and 0 < choice.a <= 1 and choice.b >= 0):
+    if not (0 < choice.scale <= 1 and 0 < choice.a <= 1 and 0 <= choice.b < math.inf):
         raise BrokenFile(f"its calibration multiplies by {choice.scale}, {choice.a} and {choice.b}")
+    if process and (choice.b or choice.a != 1):
+        raise BrokenFile("its calibration is of classes, and mixes a process in")
     if not choice.b:
         return Calibration(choice, n, process=process)
     center, double = held.finite("calibration.center", dtype=torch.float64), torch.float64

@@ -11,6 +11,7 @@ inputs. Shapes: n data, m of them that are looked at, d features, c outputs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,7 @@ class Sums:
         residual = t - mean - phi @ w
         outside = (1 - ((phi @ U).square() / D).sum(1)).clamp(min=torch.finfo(D.dtype).eps)  # 1 − h
         between = (square - z.mT @ (z / D[:, None])) / (j * self.n)
-        root = U * (j / D).sqrt()
+        root = (U * (j / D).sqrt()).contiguous()  # as a file gives it back: the order of memory rounds
         return Regression(w, mean, between, root, t - residual / outside[:, None], (j / outside).sqrt(), j)
 
     @property
@@ -82,7 +83,7 @@ class Sums:
         def evidence(j: float) -> float:
             D = E + j
             quadratic = ((square.trace() - (power / D).sum()) / j).clamp(min=torch.finfo(D.dtype).tiny)
-            logdet = D.log().sum() + (self.n - len(E)) * torch.log(torch.as_tensor(j))
+            logdet = D.log().sum() + (self.n - len(E)) * math.log(j)
             return float(-0.5 * c * (self.n * quadratic.log() + logdet))
 
         return max(NOISES.tolist(), key=evidence)

@@ -204,9 +204,18 @@ def checked(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -> Sa
     rest = samples, logdet, temperature, budget, entries.take("forward_hook", "bool"), entries.take("mean", "str")
     process = take_center(entries, held, layout, likelihood, state["n"], "process")
     chosen = calibration.unpack(entries, held)
+    _check_mean(rest[-1], chosen, temperature, process)
     entries.done()
     held.done()
     return Saved(layout, state, prior, likelihood, center, at, tuning, *rest, chosen, process)
+
+
+def _check_mean(mean: str, chosen: Calibration | None, temperature: float, process: Center | None) -> None:
+    """That a calibration is what predictions are about, at its own temperature, and with the process that it mixes."""
+    if mean not in ("network", "auto") or (chosen is not None and mean != "auto"):
+        raise BrokenFile(f"its predictions are about {mean!r}")
+    if chosen is not None and (chosen.choice.scale != temperature or bool(chosen.process) != (process is not None)):
+        raise BrokenFile(f"its calibration ({chosen}) belongs to another posterior")
 
 
 def take_layout(entries: Entries, held: Tensors) -> Layout:
