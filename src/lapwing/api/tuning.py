@@ -75,7 +75,7 @@ def _calibrated(la: Laplace, method: str | None, fixed: tuple[str, ...], data: A
     fixed = (fixed,) if isinstance(fixed, str) else tuple(fixed)
     prior, likelihood, tuning = tune.evidence(la.state, la.prior, la.likelihood, fixed)
     found = replace(la.forgetful(), prior=prior, likelihood=likelihood, tuning=tuning, center="map", temperature=1.0)
-    chosen = calibrate(found.spread, likelihood, batches)
+    chosen = calibrate(found.spread, likelihood, batches, la.n)
     return replace(found, data=batches, temperature=chosen.choice.scale, calibration=chosen)
 
 

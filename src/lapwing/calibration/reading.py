@@ -1,11 +1,13 @@
 """What the choice of a calibration reads of the training data: one pass over the inputs, and one through the network.
 
-Sums are over all the data; logits, nodes and features are kept at the first ROWS of them, at which loss is looked at.
+Sums are over all the data; logits, nodes and features are kept at ROWS of them at the most, from all batches alike, at
+which loss is looked at.
 Shapes: n data, m rows, d features, c outputs, j nodes, k draws.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -63,32 +65,34 @@ class Seen:
 
 
 @torch.no_grad()
-def read(posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], progress: bool = False) -> Seen:
-    """By passes over the data of the fit. The likelihood makes observations of targets."""
+def read(
+    posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], total: int, progress: bool = False
+) -> Seen:
+    """By passes over the data of the fit, `total` examples. The likelihood makes observations of targets."""
     device, ranks = posterior.tangent.device, ranks_of(batches)
     features = input_features(batches, device)
     kept: list[tuple[Tensor, ...]] = []
     sums: list[Tensor] = []
-    n, wanted = 0, -(-ROWS // ranks.size)
+    phis: list[Tensor] = []
+    n = 0
     for x, y in passes(batches, device, progress, "calibration"):
-        few = wanted - sum(len(one[0]) for one in kept)
-        if few > 0:
-            kept.append(_rows(posterior, x, y, few))
-        elif features is None:
-            break
+        some = slice(None, None, math.ceil(total / ROWS))  # of each batch its share, whatever order the data are in
+        some = some if posterior.tangent.separable(x) else slice(None)
+        kept.append(_rows(posterior, rows_of(x, some), y[some]))
         n += len(y)
         if features is not None:
             f = posterior.tangent(x).double()
             if f.ndim != 2 or f.shape[1] > WIDE:
                 features = None  # outputs at several positions of one input, or too many for covariances
                 continue
-            _add(sums, features(x), f, _observed(likelihood, f, y))
+            phi = features(x)
+            phis.append(phi[some])
+            _add(sums, phi, f, _observed(likelihood, f, y))
     kept = ranks.joined(kept, "rows of training data")  # a rank may have none
     f, e, y = (torch.cat(parts, dim) for parts, dim in zip(zip(*kept, strict=True), (0, 1, 0), strict=True))
     if features is None:
         return Seen(f, e, y, ranks.count(n, "examples"))
-    phi = features(_inputs(batches, device, len(f)))
-    fits = _regressions(sums, n, phi, f, _observed(likelihood, f, y))
+    fits = _regressions(sums, n, torch.cat(phis), f, _observed(likelihood, f, y))
     return Seen(f, e, y, n, features, *fits)
 
 
@@ -103,13 +107,10 @@ def _observed(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     return likelihood.observations(f, y)[0].double()  # type: ignore[attr-defined]
 
 
-def _rows(posterior: Gaussian, x: Any, y: Tensor, few: int) -> tuple[Tensor, Tensor, Tensor]:
-    """f (m, c), e (j, m, c) and y of the first rows of a batch."""
-    if posterior.tangent.separable(x):
-        x, y = rows_of(x, slice(0, few)), y[:few]
+def _rows(posterior: Gaussian, x: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """f (m, c), e (j, m, c) and y."""
     made = posterior.outputs(x)
-    f = flat_outputs(made.mean).double()
-    return f[:few], _nodes(made)[:, :few], flat_targets(made.mean, y)[:few]
+    return flat_outputs(made.mean).double(), _nodes(made), flat_targets(made.mean, y)
 
 
 def _nodes(made: Outputs) -> Tensor:
@@ -136,13 +137,3 @@ def _regressions(sums: list[Tensor], n: int, phi: Tensor, f: Tensor, t: Tensor) 
     gram, total, *rest = sums
     of = [Sums(gram, cross, total, square, one, n) for cross, square, one in (rest[:3], rest[3:])]
     return of[0].fitted(phi, f, LOGIT_NOISE), of[1].fitted(phi, t)
-
-
-def _inputs(batches: Iterable[Any], device: torch.device, rows: int) -> Tensor:
-    """The inputs of the first rows."""
-    found: list[Tensor] = []
-    for x, _ in passes(batches, device):
-        found.append(x[: rows - sum(map(len, found))])
-        if sum(map(len, found)) >= rows:
-            break
-    return torch.cat(found)

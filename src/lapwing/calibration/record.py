@@ -128,11 +128,11 @@ def with_process(n: int) -> Calibration:
 
 @torch.inference_mode(False)
 def calibrate(
-    posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], progress: bool = False
+    posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], n: int, progress: bool = False
 ) -> Calibration:
-    """Chosen by the data of the fit. The posterior is that of temperature 1; the likelihood makes observations of
-    labels, as "dirichlet" does."""
-    seen = read(posterior, likelihood, batches, progress)
+    """Chosen by the data of the fit, n examples. The posterior is that of temperature 1; the likelihood makes
+    observations of labels, as "dirichlet" does."""
+    seen = read(posterior, likelihood, batches, n, progress)
     known = (seen.f, seen.e, seen.y, seen.n)
     if seen.network is None or seen.targets is None:
         return Calibration(choose(Rows(likelihood.predictive, *known)), seen.n)
