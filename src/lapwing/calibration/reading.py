@@ -74,12 +74,12 @@ def read(
     kept: list[tuple[Tensor, ...]] = []
     sums: list[Tensor] = []
     phis: list[Tensor] = []
-    n = 0
+    n, step = 0, math.ceil(total / ROWS)  # every so many examples one, whatever order the data are in
     for x, y in passes(batches, device, progress, "calibration"):
-        some = slice(None, None, math.ceil(total / ROWS))  # of each batch its share, whatever order the data are in
-        some = some if posterior.tangent.separable(x) else slice(None)
-        kept.append(_rows(posterior, rows_of(x, some), y[some]))
+        some = slice(-n % step, None, step) if posterior.tangent.separable(x) else slice(None)
         n += len(y)
+        if len(y[some]):
+            kept.append(_rows(posterior, rows_of(x, some), y[some]))
         if features is not None:
             f = posterior.tangent(x).double()
             if f.ndim != 2 or f.shape[1] > WIDE:
