@@ -626,7 +626,7 @@ def test_rows_that_are_looked_at_come_from_all_of_the_data() -> None:
     la = lw.laplace(net, (x, y), "classification")
     seen = reading.read(la.spread, la.likelihood, la.data, la.n)
     cut = reading.read(la.spread, la.likelihood, TensorBatches(x, y, 7), la.n)
-    close(cut.f, seen.f, atol=1e-6)  # whatever the batches are
+    close(cut.f, seen.f, 1e-5)  # whatever the batches are
     assert reading.ROWS / 2 <= len(seen.y) <= reading.ROWS
     assert seen.y.bincount().min() > len(seen.y) // 5
     assert seen.n == 1300
