@@ -59,7 +59,7 @@ $(PSTAMP): pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  laplace-torch==0.3 curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 asdfghjkl
+	  laplace-torch==0.3 curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 asdfghjkl pyro-ppl==1.9.2 pyro-api
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  torchmetrics einops einconv opt_einsum unfoldNd linear_operator -e ".[dev]"
 	touch $@

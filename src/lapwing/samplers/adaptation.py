@@ -4,7 +4,7 @@
     log ε̄_t = t^{−κ} log ε_t + (1 − t^{−κ}) log ε̄_{t−1}
 
 a_t is the chains' mean acceptance, δ what it should be (Nesterov 2009; Hoffman & Gelman 2014). Variances are those of
-all chains over two windows of the warm-up, shrunk as in Stan. Chains share both; neither moves once draws are kept.
+all chains over three windows of the warm-up, shrunk as in Stan. Chains share both; neither moves once draws are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lapwing import given
 from lapwing.errors import InvalidValue, NotConverged
 
 GAMMA, T0, KAPPA = 0.05, 10.0, 0.75  # of dual averaging, as in Stan
-WINDOWS = (0.15, 0.4, 0.9)  # shares of the warm-up at which a window begins, the next one, and the last ends
+WINDOWS = (0.1, 0.2, 0.45, 0.9)  # shares of the warm-up: where the first window begins, and where each of three ends
 LEAST = 1e-12  # a step below this moves nothing
 FEW = 20  # warm-up steps that are too few for variances
 
@@ -69,10 +69,10 @@ class Adaptation:
         if self.step is not None or not stage.warming:
             return state
         state = self._averaged(state, float(acceptance.mean()))
-        first, second, last = (int(share * stage.warmup) for share in WINDOWS)
-        if stage.warmup >= FEW and first <= stage.t < last:
+        begin, *ends = (int(share * stage.warmup) for share in WINDOWS)
+        if stage.warmup >= FEW and begin <= stage.t < ends[-1]:
             state = _gathered(state, q)
-            if stage.t + 1 in (second, last):
+            if stage.t + 1 in ends:
                 state = _with_variance(state)
         if stage.t + 1 == stage.warmup:
             state = {**state, "log_step": state["log_mean"]}
