@@ -100,7 +100,11 @@ def _by_arviz(name: str, values: Tensor) -> Tensor:
 def inference_data(chains: Chains) -> Any:
     """Draws as arviz.InferenceData; chains that were stopped early are left out, which ArviZ cannot hold."""
     named = chains.tangent.layout.unflatten(chains.weights)
-    posterior = {k: chains.by_chain(v).cpu().numpy() for k, v in {**named, **chains.latent}.items()}
+    for name, value in chains.latent.items():
+        while name in named:  # a parameter has that name
+            name += "_"
+        named[name] = value
+    posterior = {name: chains.by_chain(value).cpu().numpy() for name, value in named.items()}
     names = {"acceptance": "acceptance_rate", "divergent": "diverging", "log_density": "lp"}
     told = {names.get(k, k): chains.by_chain(v).cpu().numpy() for k, v in chains.told.items()}
     return _arviz().from_dict(posterior=posterior, sample_stats=told or None)

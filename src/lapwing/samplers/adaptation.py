@@ -46,6 +46,7 @@ class Adaptation:
 
     aim: float  # δ
     step: float | None = None
+    bounds: tuple[float, float] | None = None  # of a step that is no length: it is held there
 
     def __post_init__(self) -> None:
         if self.step is not None:
@@ -88,6 +89,7 @@ class Adaptation:
         count = state["count"] + 1
         error = (1 - 1 / (count + T0)) * state["error"] + (self.aim - acceptance) / (count + T0)
         log_step = state["center"] - count.sqrt() / GAMMA * error
+        log_step = log_step if self.bounds is None else log_step.clamp(*(math.log(bound) for bound in self.bounds))
         share = count**-KAPPA
         log_mean = share * log_step + (1 - share) * state["log_mean"]
         return {**state, "count": count, "error": error, "log_step": log_step, "log_mean": log_mean}

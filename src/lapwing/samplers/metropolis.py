@@ -2,8 +2,8 @@
 
     q′ = q + ε √v ξ,   ξ ~ N(0, I),        taken with the probability min(1, π(q′)/π(q))
 
-Weights without a gradient (`lw.priors.Bernoulli`) are flipped instead, each with a probability ρ. Both proposals are as
-likely forth as back. The warm-up moves ε, or ρ, to an acceptance of 0.234, the best in many dimensions (Roberts, Gelman
+Weights without a gradient (`lw.priors.Bernoulli`) are flipped instead, 1 to ε p of them, any as likely. Both proposals
+are as likely forth as back. The warm-up moves ε to an acceptance of 0.234, the best in many dimensions (Roberts, Gelman
 & Gilks 1997), and learns v, the coordinates' variances.
 """
 
@@ -33,8 +33,12 @@ class Metropolis:
 
     @property
     def adaptation(self) -> Adaptation:
-        """How the warm-up moves ε."""
+        """How the warm-up moves ε, a length."""
         return Adaptation(0.234, self.step_size)
+
+    def share(self, target: Target) -> Adaptation:
+        """How it moves ε, a share of binary weights."""
+        return Adaptation(0.234, self.step_size, (1 / target.split, 1.0))
 
     def begin(self, target: Target, q: Tensor) -> State:
         """The chains' places and their densities, with what the warm-up learns."""
@@ -48,7 +52,8 @@ class Metropolis:
         acceptance = accept_probability(there - here)
         taken = streams.uniform() < acceptance
         q, here = torch.where(taken.unsqueeze(1), new, q), torch.where(taken, there, here)
-        state = self.adaptation.update({**state, "q": q, "log_density": here}, stage, acceptance, q, self.name)
+        by = self.share(target) if target.joint.prior.discrete else self.adaptation
+        state = by.update({**state, "q": q, "log_density": here}, stage, acceptance, q, self.name)
         return state, {"acceptance": acceptance, "log_density": here}
 
     def proposal(self, target: Target, q: Tensor, state: State, streams: Streams) -> Tensor:
@@ -57,7 +62,9 @@ class Metropolis:
         prior, p = target.joint.prior, target.split
         if not prior.discrete:
             return q + step * state["variance"].sqrt() * streams.normal(q.shape[1])
-        which = streams.uniform(p) < step.clamp(1 / p, 0.5)
+        most = (step * p).round().clamp(1, p)
+        count = 1 + (streams.uniform(1) * most).floor()
+        which = streams.uniform(p).argsort(1).argsort(1) < count
         free = q[:, p:] + step * streams.normal(q.shape[1] - p)  # a noise that is sampled too
         return torch.cat([prior.flipped(q[:, :p], which), free], 1)
 
@@ -88,7 +95,7 @@ def metropolis(
     every: int | None = None,
 ) -> Fitted:
     """The posterior by random-walk Metropolis: no gradient, one pass over the data a step. For few weights, or binary
-    ones. step: ε (of binary weights ρ), which is then not adapted; the other arguments are those of `hmc`."""
+    ones. step: ε, which is then not adapted; the other arguments are those of `hmc`."""
     target = targeted(model, data, likelihood, prior, temperature, subset, forward)
     kernel, plan = Metropolis(step), Plan(chains, draws, warmup, thin)
     return walked(target, kernel, plan, start, generator, progress, checkpoint, every)
