@@ -148,6 +148,10 @@ class Prior:
         """The weights (p,) nearest to v that the prior allows: v, unless it is discrete."""
         return v
 
+    def flipped(self, v: Tensor, which: Tensor) -> Tensor:
+        """Weights v with others where `which` says so: the move of a discrete prior."""
+        raise Unsupported(f"{type(self).__name__} has no values to flip between; it is not discrete")
+
     # -- hyperparameters ------------------------------------------------------------------------------------------
 
     @property

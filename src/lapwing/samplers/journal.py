@@ -71,7 +71,8 @@ class Journal:
             entries.take("schema", "int"), entries.take("identity", "dict")
             steps = entries.take("steps", "int", 1, walk.plan.steps)
             held = unpack_tree(entries.take("run", "dict"), left, walk.streams.device)
-            entries.done(), left.done()
+            entries.done()
+            left.done()
             walk.state, walk.alive, walk.lengths = held["state"], held["alive"], held["lengths"]
             walk.kept, walk.told = list(held["kept"]), {name: list(values) for name, values in held["told"].items()}
             walk.streams.resume(held["streams"].cpu())

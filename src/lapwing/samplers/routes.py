@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.func import vmap
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -111,8 +112,8 @@ def _folded(traced: GraphModule) -> GraphModule:
     """The same operations but for those that do nothing, and those that need no input: they are done now, once. Where
     some write in place, or draw random numbers, all are left as they are."""
     graph = traced.graph
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    if any(node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags for node in calls):
+    kinds = {node.target for node in graph.nodes if isinstance(node.target, OpOverload)}
+    if any(kind._schema.is_mutable or torch.Tag.nondeterministic_seeded in kind.tags for kind in kinds):
         return traced
     done: dict[Node, Any] = {}
     for node in list(graph.nodes):
@@ -142,7 +143,7 @@ def _does_nothing(node: Node) -> bool:
         return False
     if node.target in VIEWS:
         return before.shape == after.shape and before.stride() == after.stride()
-    return node.target in SCALED and node.args[1] == 1 and before.dtype == after.dtype
+    return bool(node.target in SCALED and node.args[1] == 1 and before.dtype == after.dtype)
 
 
 def _one_by_one(one: Callable[..., Tensor], q: Tensor, *tensors: Tensor, own: bool) -> Tensor:

@@ -44,4 +44,4 @@ class Streams:
     def resume(self, state: Tensor) -> None:
         """Go on from there."""
         for g, mine in zip(self.generators, state, strict=True):
-            g.set_state(mine.contiguous())
+            g.set_state(mine.clone())  # set_state of torch 2.13 crashes on a view

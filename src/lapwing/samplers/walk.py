@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Kernel(Protocol):
     def name(self) -> str:
         """What it is called in messages and in `repr`."""
 
-    discrete: bool  # whether it can move weights that have no gradient
+    discrete: ClassVar[bool]  # whether it can move weights that have no gradient
 
     def begin(self, target: Target, q: Tensor) -> State:
         """All that changes in a walk, at its start q (k, d)."""
@@ -115,6 +115,12 @@ class Walk:
     plan: Plan
     streams: Streams
     journal: Journal | None
+    state: State = field(default_factory=dict)
+    alive: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # (k,) chains that go on
+    lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # (k,) draws of each
+    kept: list[Tensor] = field(default_factory=list)  # (k, d) for each draw
+    told: dict[str, list[Tensor]] = field(default_factory=dict)
+    first: int = 0  # the step to begin with
 
     def run(self, q: Tensor, progress: bool) -> None:
         """From q (k, d) to the end, or until every chain has diverged."""
@@ -136,9 +142,6 @@ class Walk:
     def _begin(self, q: Tensor) -> None:
         self.alive = torch.ones(len(q), dtype=torch.bool, device=q.device)
         self.lengths = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-        self.kept: list[Tensor] = []
-        self.told: dict[str, list[Tensor]] = {}
-        self.first = 0
         if self.journal is not None and self.journal.found is not None:
             self.first = self.journal.resume(self)
             return
