@@ -1,5 +1,5 @@
-"""Samplers on networks: the posterior of a linear model in closed form, noise and scales that are sampled too, and binary
-weights by enumeration."""
+"""Samplers on networks: the posterior of a linear model in closed form, noise and scales that are sampled too, and
+binary weights by enumeration."""
 
 from __future__ import annotations
 
