@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing import files, given, locks, tree
-from lapwing.curvature.identity import digest
+from lapwing.curvature.checkpoint import digest
 from lapwing.errors import InvalidValue
 from lapwing.packing import Entries, Tensors, pack_tree, sound, unpack_tree
 
