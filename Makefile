@@ -61,7 +61,8 @@ $(PSTAMP): pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  laplace-torch==0.3 curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 asdfghjkl gpytorch==1.15
+	  laplace-torch==0.3 curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 asdfghjkl gpytorch==1.15 \
+	  pyro-ppl==1.9.2 pyro-api
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  torchmetrics einops einconv opt_einsum unfoldNd linear_operator jaxtyping mpmath -e ".[dev]"
 	touch $@

@@ -65,6 +65,12 @@ def task_of(likelihood: Any) -> str:
 def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
     """A likelihood by its name, or as it is."""
     if isinstance(likelihood, likelihoods.Likelihood):
+        if likelihood.unknown:
+            told = ", ".join(f"{name} ~ {density}" for name, density in likelihood.unknown.items())
+            raise Unsupported(
+                f"{likelihood.name} has {told}, which only lw.samplers can draw; give a number here, and learn it by "
+                "la.tuned()"
+            )
         return likelihood
     if isinstance(likelihood, str) and likelihood in LIKELIHOODS:
         return LIKELIHOODS[likelihood]()
@@ -162,6 +168,21 @@ def as_shard(data: Any, ranks: Ranks) -> Any:
     """Batches, of which each rank has a shard where there are several."""
     with ranks.sharing_errors("reading the arguments"):
         return as_batches(data if ranks.alone or isinstance(data, Shard) else Shard(data, ranks), sharded=True)
+
+
+def as_start(start: Any, tangent: TangentModel, prior: priors.Prior, chains: int, generator: torch.Generator) -> Tensor:
+    """Where chains begin, (k, p) in float64: all at the "trained" weights, at draws of the "prior", or as given; for a
+    discrete prior at the values nearest to that."""
+    size, theta = tangent.layout.size, tangent.theta.to(torch.float64)
+    if isinstance(start, str) and start in ("trained", "prior"):
+        found = prior.sample(chains, generator).to(theta) if start == "prior" else theta.expand(chains, -1)
+    else:
+        found = start.to(theta) if isinstance(start, Tensor) else given.real(start, "start").to(theta)
+        if found.shape != (chains, size):
+            raise InvalidValue(
+                f"start is 'trained', 'prior' or weights ({chains}, {size}), a row a chain; got {tuple(found.shape)}"
+            )
+    return torch.stack([prior.nearest(v) for v in found])
 
 
 def as_budget(memory_budget: float | None) -> int:

@@ -27,8 +27,12 @@ from torch import Tensor
 from lapwing import locks
 from lapwing.errors import BrokenFile, InvalidValue
 
-SAVED, CHECKPOINT = "lapwing", "lapwing.checkpoint"
-WHAT = {SAVED: "a saved fit: read it with lw.load", CHECKPOINT: "a checkpoint: give it to lw.laplace(checkpoint=...)"}
+SAVED, CHECKPOINT, WALK = "lapwing", "lapwing.checkpoint", "lapwing.walk"
+WHAT = {
+    SAVED: "a saved fit: read it with lw.load",
+    CHECKPOINT: "a checkpoint: give it to lw.laplace(checkpoint=...)",
+    WALK: "a sampler's checkpoint: give it to the same call of lw.samplers, as checkpoint=",
+}
 DIGEST = 64  # characters
 FAULTS = (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OverflowError)  # what its reader raises
 

@@ -98,6 +98,20 @@ class Fitted(Shell):
     targets: int | None = None  # a digest of them, by which comparisons know them
     made: str = ""  # by what
 
+    @property
+    def diagnostics(self) -> Any:
+        """What a sampler's chains say of themselves: acceptance, R-hat, effective numbers of draws."""
+        return self._of_chains("diagnostics")
+
+    def to_arviz(self) -> Any:
+        """A sampler's draws as arviz.InferenceData (the extra `mcmc`)."""
+        return self._of_chains("to_arviz")()
+
+    def _of_chains(self, name: str) -> Any:
+        if not hasattr(self.posterior, name):
+            raise Unsupported(f"{self!r} has no chains, which {name} is about; lw.samplers gives some")
+        return getattr(self.posterior, name)
+
     def packed(self, path: Any) -> io.Content:
         """What goes into a file: tensors and a header."""
         return io.pack_fitted(self, path)

@@ -13,6 +13,8 @@ the fit, and another value is another fit.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from lapwing import given, registry
 from lapwing.errors import InvalidValue, Unsupported
+from lapwing.positive import Positive
 from lapwing.solvers.noise import Placed
 
 
@@ -40,6 +43,7 @@ class Likelihood:
     normal: ClassVar[bool] = False  # y given f is Gaussian, N(mean(f), noise_covariance(f))
     elementwise: ClassVar[bool] = False  # y_j depends on f_j alone: its predictions are integrals over one dimension
     deviation: ClassVar[str] = ""  # the hyperparameter that is a standard deviation σ of y, with curvature ∝ σ⁻²
+    sampled: ClassVar[tuple[str, ...]] = ()  # hyperparameters that a sampler can draw: they may be a density of theirs
     counts: ClassVar[bool] = False  # y are integers from 0 on, and so are their quantiles
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -48,7 +52,9 @@ class Likelihood:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            object.__setattr__(self, f.name, as_positive(f.name, getattr(self, f.name)))
+            value = getattr(self, f.name)
+            if not (f.name in self.sampled and isinstance(value, Positive)):
+                object.__setattr__(self, f.name, as_positive(f.name, value))
 
     @property
     def name(self) -> str:
@@ -59,6 +65,18 @@ class Likelihood:
     def hyperparameters(self) -> dict[str, Tensor]:
         """What the evidence tunes, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.settings}
+
+    @property
+    def unknown(self) -> dict[str, Positive]:
+        """Hyperparameters that are to be sampled with the weights, each with its density."""
+        return {name: value for name, value in self.hyperparameters.items() if isinstance(value, Positive)}
+
+    def at_values(self, values: Mapping[str, Tensor]) -> Any:
+        """The same at other hyperparameters, which are not checked: for what runs under vmap."""
+        out = copy.copy(self)
+        for name, value in values.items():
+            object.__setattr__(out, name, value)
+        return out
 
     @property
     def kind(self) -> str:

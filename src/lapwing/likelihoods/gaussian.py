@@ -29,11 +29,13 @@ class Gaussian(Likelihood):
     normal: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     deviation: ClassVar[str] = "noise"
-    noise: Any = 1.0  # σ, a tensor () or (c,) once made
+    sampled: ClassVar[tuple[str, ...]] = ("noise",)
+    noise: Any = 1.0  # σ, a tensor () or (c,) once made; or its density, for samplers: lw.priors.Gamma(0.5, 1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_deviation("noise", self.noise)
+        if not self.unknown:
+            check_deviation("noise", self.noise)
 
     @property
     def per_output(self) -> bool:

@@ -11,6 +11,7 @@ targets that count as one. Hyperparameters are the base's; sums over rows are we
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -83,6 +84,9 @@ class Reweighted(Likelihood):
 
     def moved(self, coordinates: dict[str, Tensor]) -> Any:
         return replace(self, base=self.base.moved(coordinates))
+
+    def at_values(self, values: Mapping[str, Tensor]) -> Any:
+        return replace(self, base=self.base.at_values(values))
 
     def to(self, device: torch.device) -> Any:
         own = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self._own().items()}

@@ -3,6 +3,7 @@
     log_prob(weights)   log p(θ), differentiable in weights and hyperparameters
     quadratic(v)        A and A·m of the Gaussian that stands for p near v:  log p(θ) ≈ −½ (θ − m)ᵀ A (θ − m) + const
     sample(n, ...)      draws, (n, p)
+    lift(q)             for samplers: weights and log-density at coordinates q, with scales that are sampled
 
 A is constant for a Gaussian. For a scale mixture p(w) = ∫ N(w; 0, s) p(s) ds it is A = E[1/s | v] = −p'(v)/(v p(v)):
 the Gaussian with this A has the gradient of log p at v.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,16 @@ from lapwing.tree import Layout
 
 P = TypeVar("P", bound="Prior")
 
+
+class Lifted(NamedTuple):
+    """Where a sampler is: log p(θ, scales), and log|∂(θ, scales)/∂q|, which no temperature divides."""
+
+    weights: Tensor  # (p,)
+    log_prob: Tensor  # 0-dim
+    log_jacobian: Tensor  # 0-dim
+    scales: dict[str, Tensor]  # those that were sampled, by name
+
+
 RANGE = math.log(1e6)  # a search may move a hyperparameter by this factor, unless the prior knows better
 
 
@@ -41,6 +52,8 @@ class Prior:
     unsaved: ClassVar[tuple[str, ...]] = ("names", "index", "layout", "grouping")  # by a network; not in files
     settings: ClassVar[tuple[str, ...]] = ("per", "mean")  # fields that are no hyperparameters
     gaussian: ClassVar[bool] = False  # A does not move with v
+    proper: ClassVar[bool] = True  # its density integrates to a number: it has draws, an evidence, a posterior
+    discrete: ClassVar[bool] = False  # weights take a few values: its density has no gradient
     per = "all"  # the grouping; without a type, so that a subclass makes it a field, in its own order
     names: tuple[str, ...] = field(default=(), kw_only=True)  # of the groups, once bound; () for per='weight'
     index: Tensor | None = field(default=None, kw_only=True)  # (p,) group of each weight; None: one group, or one each
@@ -79,6 +92,19 @@ class Prior:
         """log p(θ) of {parameter: tensor}, 0-dim float64."""
         raise NotImplementedError(f"{type(self).__name__} has no log_prob(weights)")
 
+    def log_density(self, v: Tensor) -> Tensor:
+        """log p(θ) of a vector (p,), 0-dim float64."""
+        return self.log_prob(self._bound().unflatten(v))
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        """−log p(θ) of a model's weights, 0-dim, differentiable in them: to add to the *sum* of losses over the data,
+        or divided by their number to a mean loss."""
+        if self.discrete:
+            raise Unsupported(f"{type(self).__name__} weights have no slope to train by; use lw.samplers.metropolis")
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        bound = self._fitting(_layout_of(named))
+        return -bound.log_prob({name: named[name] for name in bound._bound().names})
+
     def quadratic(self, v: Tensor) -> tuple[Diagonal, Tensor]:
         """A, as a diagonal operator differentiable in the hyperparameters, and A·m (p,), at v (p,)."""
         raise NotImplementedError(f"{type(self).__name__} has no quadratic(v)")
@@ -96,9 +122,35 @@ class Prior:
             raise InvalidValue(f"draw takes a torch.nn.Module or a layout, got {type(model_or_layout).__name__}")
         named = dict(model_or_layout.named_parameters()) if isinstance(model_or_layout, nn.Module) else {}
         layout = model_or_layout if isinstance(model_or_layout, Layout) else _layout_of(named)
-        fitting = self.layout is not None and self.layout.same_as(layout)
-        vectors = (self if fitting else self.bind(layout)).sample(n, generator)
+        vectors = self._fitting(layout).sample(n, generator)
         return {k: w.to(named[k]) if k in named else w for k, w in layout.unflatten(vectors).items()}
+
+    def _fitting(self: P, layout: Layout) -> P:
+        """Bound to this layout."""
+        return self if self.layout is not None and self.layout.same_as(layout) else self.bind(layout)
+
+    # -- what a sampler walks on ----------------------------------------------------------------------------------
+
+    @property
+    def scales(self) -> int:
+        """How many scales are sampled with the weights: as many coordinates more than weights."""
+        return 0
+
+    def lift(self, q: Tensor) -> Lifted:
+        """Weights and log-densities at coordinates q (p + scales,)."""
+        return Lifted(q, self.log_density(q), torch.zeros((), dtype=torch.float64, device=q.device), {})
+
+    def lower(self, v: Tensor) -> Tensor:
+        """Coordinates (p + scales,) at which the weights are v (p,)."""
+        return v
+
+    def nearest(self, v: Tensor) -> Tensor:
+        """The weights (p,) nearest to v that the prior allows: v, unless it is discrete."""
+        return v
+
+    def flipped(self, v: Tensor, which: Tensor) -> Tensor:
+        """Weights v with others where `which` says so: the move of a discrete prior."""
+        raise Unsupported(f"{type(self).__name__} has no values to flip between; it is not discrete")
 
     # -- hyperparameters ------------------------------------------------------------------------------------------
 
@@ -200,6 +252,8 @@ class Prior:
     def named(self) -> dict[str, float]:
         """The first hyperparameter of each group, by the group's name."""
         layout = self._bound()
+        if not self._moving():
+            return {}
         names = self.names or [f"{n}[{i}]" for n in layout.names for i in range(layout.numel(n))]
         return dict(zip(names, getattr(self, self._moving()[0]).reshape(-1).tolist(), strict=True))
 

@@ -94,8 +94,11 @@ class Gaussian(Prior):
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """log N(θ; m, A⁻¹)."""
+        return self.log_density(self.vector(weights))
+
+    def log_density(self, v: Tensor) -> Tensor:
         a = self.operator()
-        return 0.5 * (a.logdet() - a.size * math.log(2 * math.pi)) - self.price(self.vector(weights))
+        return 0.5 * (a.logdet() - a.size * math.log(2 * math.pi)) - self.price(v)
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         return self.mean_vector() + linalg.draw(self.operator(), n, generator)
@@ -139,6 +142,17 @@ class Gaussian(Prior):
 
     def facts(self) -> dict[str, Tensor]:
         return {**super().facts(), "mean": Gaussian.mean_vector(self)}  # before a g-prior holds weights in place
+
+
+def from_weight_decay(weight_decay: float, n: int) -> Gaussian:
+    """The prior that training with weight decay stands for, λ = weight_decay · n for n examples: an optimizer adds
+    weight_decay · θ to the gradient of the *mean* loss. (AdamW's decay is another: it is no gradient.)"""
+    decay, n = given.real(weight_decay, "weight_decay"), given.whole(n, "the number of examples", 1)
+    if decay.ndim or not 0 < float(decay) < math.inf:
+        raise InvalidValue(
+            f"weight_decay must be a positive number, got {decay.tolist()}; without one there is no prior"
+        )
+    return Gaussian(decay * n)
 
 
 def _somewhere(typical: Tensor, otherwise: Tensor) -> Tensor:

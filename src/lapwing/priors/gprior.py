@@ -18,7 +18,6 @@ so nothing changes under J → J·diag(c) (units of an input, a ReLU layer scale
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any, ClassVar
@@ -99,10 +98,10 @@ class GPrior(Gaussian):
         square = (vector.to(torch.float64) - self.mean_vector()).square()
         return self.groups().sums(torch.where(dropped, 0.0, unit * square))
 
-    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+    def log_density(self, v: Tensor) -> Tensor:
         """log N(θ; m, A⁻¹) of the weights that are not dropped."""
         live = (~self._placed()[1]).to(torch.float64)
-        return 0.5 * (live * (self.operator().dense() / (2 * math.pi)).log()).sum() - self.price(self.vector(weights))
+        return 0.5 * (live * (self.operator().dense() / (2 * math.pi)).log()).sum() - self.price(v)
 
 
 @singledispatch

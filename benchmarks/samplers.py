@@ -1,0 +1,94 @@
+"""Gradient evaluations a second: four chains of HMC at once, beside Pyro's HMC.
+
+    python benchmarks/samplers.py [--draws 50] [--leapfrog 20] [--repeat 3]
+
+A 3-8-2 perceptron of 50 weights with tanh, 100 examples, Gaussian noise, a normal prior, float64, one thread. The step
+is given, so that both walk trajectories of the same number of gradients, draws × leapfrog of each chain. Pyro's model
+samples each parameter and conditions on the targets; it runs one chain (several run in processes of their own), by
+default and with its potential compiled (`jit_compile`). It needs pyro-ppl 1.9.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _common import Bar, clocks, least, table, write
+from torch import Tensor, nn
+
+import lapwing as lw
+
+CHAINS, NOISE, STEP = 4, 0.5, 0.01
+BAR = 10.0  # times Pyro's gradients a second
+
+
+def problem() -> tuple[nn.Sequential, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x = torch.randn(100, 3, dtype=torch.float64)
+    return model, x, torch.sin(x[:, :2]) + NOISE * torch.randn(100, 2, dtype=torch.float64)
+
+
+def ours(draws: int, leapfrog: int) -> Callable[[], Any]:
+    model, x, y = problem()
+    told: dict[str, Any] = {"chains": CHAINS, "draws": draws, "warmup": 0, "leapfrog": leapfrog, "step": STEP}
+    return lambda: lw.samplers.hmc(model, (x, y), lw.likelihoods.Gaussian(NOISE), **told)
+
+
+def pyros(draws: int, leapfrog: int, jit: bool) -> Callable[[], Any]:
+    import pyro
+    import pyro.distributions as dist
+    from pyro.infer.mcmc import HMC, MCMC
+
+    model, x, y = problem()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    def joint() -> None:
+        zero = torch.zeros((), dtype=torch.float64)
+        weights = {n: pyro.sample(n, dist.Normal(zero, 1.0).expand(s).to_event(len(s))) for n, s in shapes.items()}
+        f = torch.tanh(x @ weights["0.weight"].mT + weights["0.bias"]) @ weights["2.weight"].mT + weights["2.bias"]
+        pyro.sample("y", dist.Normal(f, NOISE).to_event(2), obs=y)
+
+    def run() -> None:
+        pyro.set_rng_seed(0)
+        fixed: dict[str, Any] = {"adapt_step_size": False, "adapt_mass_matrix": False, "jit_compile": jit}
+        kernel = HMC(joint, step_size=STEP, num_steps=leapfrog, ignore_jit_warnings=True, **fixed)
+        MCMC(kernel, num_samples=draws, warmup_steps=0, disable_progbar=True).run()
+
+    return run
+
+
+def rate(run: Callable[[], Any], gradients: int, repeat: int) -> dict[str, float]:
+    """Gradients a second, by the wall and by the CPU, after a run to warm up."""
+    run()
+    return {clock: gradients / seconds for clock, seconds in least([clocks(run)[0] for _ in range(repeat)]).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=50)
+    parser.add_argument("--leapfrog", type=int, default=20)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    one = args.draws * args.leapfrog
+    found = {
+        f"lapwing, {CHAINS} chains at once": rate(ours(args.draws, args.leapfrog), CHAINS * one, args.repeat),
+        "pyro": rate(pyros(args.draws, args.leapfrog, jit=False), one, args.repeat),
+        "pyro, compiled": rate(pyros(args.draws, args.leapfrog, jit=True), one, args.repeat),
+    }
+    rows = [("gradients a second", "wall", "cpu")]
+    rows += [(name, *(f"{rates[clock]:,.0f}" for clock in ("wall", "cpu"))) for name, rates in found.items()]
+    print(table(rows))
+    mine = found[f"lapwing, {CHAINS} chains at once"]
+    bars = [Bar("gradients a second over Pyro's, by the CPU", mine["cpu"] / found["pyro"]["cpu"], BAR, above=True)]
+    body = {**vars(args), "chains": CHAINS, "parameters": 50, "gradients_a_second": found}
+    body["over_pyro_compiled"] = mine["cpu"] / found["pyro, compiled"]["cpu"]
+    print(*bars, f"over Pyro's compiled: {body['over_pyro_compiled']:.1f}", sep="\n")
+    print("\nwritten to", write("samplers", body, bars, ("torch", "lapwing", "pyro-ppl")))
+
+
+if __name__ == "__main__":
+    main()
