@@ -97,7 +97,7 @@ def checked(
 ) -> Check:
     """On the first rows of the data of the fit, about the network's outputs. center: a mode that examples can be left
     out at, where the curvature is exact."""
-    z, C, K, mode, y = _rows(posterior, prior, batches, center)
+    z, C, K, mode, y = _rows(posterior, prior, likelihood, batches, center)
     made = Prediction(likelihood.predictive, Normal(z, C))
     S, some = likelihood.scaled_root(z, y), made.outputs.nodes(torch.arange(len(z), device=z.device), None)
     some = replace(some, f=torch.cat([some.f, 2 * z - some.f]))  # in pairs, so that slopes cancel
@@ -120,7 +120,9 @@ def _trace(matrices: Tensor) -> float:
     return float(matrices.diagonal(dim1=-2, dim2=-1).sum())
 
 
-def _rows(posterior: Gaussian, prior: Prior, batches: Any, center: Center | None) -> tuple[Tensor, ...]:
+def _rows(
+    posterior: Gaussian, prior: Prior, likelihood: Likelihood, batches: Any, center: Center | None
+) -> tuple[Tensor, ...]:
     """Outputs (m, c), their covariances and those of the prior (m, c, c), outputs at the center, and targets, of the
     first rows; without a center, nothing is made of the two that it is needed for."""
     tangent, a = posterior.tangent, prior.quadratic(posterior.tangent.theta.double())[0]
@@ -132,9 +134,8 @@ def _rows(posterior: Gaussian, prior: Prior, batches: Any, center: Center | None
             before = push(a, At(tangent, x, budget=posterior.memory_budget))
             mode = about(made, tangent, x, center)
         covs = (one.marginal.double().reshape(-1, *made.marginal.shape[-2:]) for one in (made, before))
-        found.append(
-            (flat_outputs(made.mean).double(), *covs, flat_outputs(mode.mean).double(), flat_targets(made.mean, y))
-        )
+        means = (flat_outputs(one.mean).double() for one in (made, mode))
+        found.append((next(means), *covs, next(means), flat_targets(likelihood, made.mean, y)))
         if sum(len(one[0]) for one in found) >= ROWS:
             break
     if not found:

@@ -73,7 +73,7 @@ def read(posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], pr
     for x, y in passes(batches, device, progress, "calibration"):
         few = wanted - sum(len(one[0]) for one in kept)
         if few > 0:
-            kept.append(_rows(posterior, x, y, few))
+            kept.append(_rows(posterior, likelihood, x, y, few))
         elif features is None:
             break
         n += len(y)
@@ -95,16 +95,16 @@ def read(posterior: Gaussian, likelihood: Likelihood, batches: Iterable[Any], pr
 
 def _observed(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """What targets say of outputs, (n, c)."""
-    return likelihood.observations(f, y)[0].double()  # type: ignore[attr-defined]
+    return likelihood.observations(f, likelihood.aligned(f, y))[0].double()  # type: ignore[attr-defined]
 
 
-def _rows(posterior: Gaussian, x: Any, y: Tensor, few: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(posterior: Gaussian, likelihood: Likelihood, x: Any, y: Tensor, few: int) -> tuple[Tensor, Tensor, Tensor]:
     """f (m, c), e (j, m, c) and y of the first rows of a batch."""
     if posterior.tangent.separable(x):
         x, y = rows_of(x, slice(0, few)), y[:few]
     made = posterior.outputs(x)
     f = flat_outputs(made.mean).double()
-    return f[:few], _nodes(made)[:, :few], flat_targets(made.mean, y)[:few]
+    return f[:few], _nodes(made)[:, :few], flat_targets(likelihood, made.mean, y)[:few]
 
 
 def _nodes(made: Outputs) -> Tensor:

@@ -173,13 +173,13 @@ class Ella(Shell):
         return effective_dimension(*self._in_span())
 
     @torch.inference_mode(False)
-    def tuned(self, fixed: str | tuple[str, ...] = ()) -> Ella:
+    def tuned(self, fixed: str | tuple[str, ...] = (), *, progress: bool = False) -> Ella:
         """A new object with the scale of the prior and the noise that the evidence picks; reads no data.
 
         The features stay, so groups of the prior keep their ratios. fixed: hyperparameters to hold."""
         state, prior, likelihood = self._in_span()
         held = (fixed,) if isinstance(fixed, str) else tuple(fixed)
-        found, likelihood, tuning = tune.evidence(state, prior, likelihood, held)
+        found, likelihood, tuning = tune.evidence(state, prior, likelihood, held, progress=progress)
         c = float((found.hyperparameters["precision"] / prior.precision).detach())
         return replace(self, prior=self.prior.scaled(c), likelihood=likelihood, tuning=tuning)
 
