@@ -6,12 +6,11 @@ Frames are pandas' where it is installed, and a stand-in with the same methods e
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -388,25 +387,66 @@ def test_a_loader_that_shuffles_or_drops_is_told() -> None:
 
 
 def test_progress_is_shown_when_asked_for_and_only_then(capsys: pytest.CaptureFixture[str]) -> None:
-    x, y, model = inputs(), normal(N, 1, seed=1), network(dtype=torch.float64)
-    la = lw.laplace(model, (x, y), "gaussian")
-    streamed = lw.laplace(model, (x, y), "gaussian", structure=lw.curvature.MatrixFree(samples=8))
+    x, y = inputs(), normal(N, 1, seed=1)
+    la = lw.laplace(network(dtype=torch.float64), (x, y), "gaussian")
     runs: dict[str, Callable[[bool], Any]] = {
         "tuning": lambda p: la.tuned(progress=p),
-        "log evidence": lambda p: la.tuned(center="map", progress=p),
-        "fixed point": lambda p: streamed.tuned(center="map", progress=p),
-        "held-out NLL": lambda p: la.tuned(method="validation", data=(x, y), progress=p),
         "predictions": lambda p: la.predict(x, progress=p),
         "products": lambda p: la.certify(4, progress=p),
     }
     for label, run in runs.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LapwingWarning)
-            capsys.readouterr()
-            run(False)
-            assert capsys.readouterr().err == ""
-            run(True)
+        capsys.readouterr()
+        run(False)
+        assert capsys.readouterr().err == ""
+        run(True)
         assert label in capsys.readouterr().err
+
+
+class Bar:
+    """In the place of tqdm's, which shows a step only where the last was long ago."""
+
+    shown: ClassVar[list[str]] = []
+
+    def __init__(self, disable: bool, **options: Any) -> None:
+        self.disable, self.text = disable, ""
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        self.text = text
+
+    def update(self) -> None:
+        Bar.shown += [] if self.disable else [self.text]
+
+
+@pytest.mark.filterwarnings("ignore::lapwing.errors.LapwingWarning")
+def test_every_search_shows_its_steps_with_what_they_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.tune.watching.tqdm", Bar)
+    x, y, model = inputs(), normal(N, 1, seed=1), network(dtype=torch.float64)
+    la = lw.laplace(model, (x, y), "gaussian")
+    streamed = lw.laplace(model, (x, y), "gaussian", structure=lw.curvature.MatrixFree(samples=8))
+    classes = lw.laplace(network(2, torch.float64), (x, integers(2, N)), "classification")
+    runs: dict[str, tuple[lw.Laplace, dict[str, Any]]] = {
+        "mackay": (la, {}),
+        "evidence": (la, {"center": "map"}),
+        "em": (streamed, {"center": "map"}),
+        "validation": (la, {"method": "validation", "data": (x, y)}),
+        "calibrated": (classes, {}),
+    }
+    says = {"em": "distance to the fixed point", "validation": "held-out NLL"}
+    for name, (fit, options) in runs.items():
+        Bar.shown = []
+        plain = fit.tuned(**options)
+        assert Bar.shown == []
+        watched = fit.tuned(**options, progress=True)
+        assert len(Bar.shown) >= watched.tuning.iterations > 0 or name in ("evidence", "calibrated")
+        assert all(text.startswith(says.get(name, "log evidence")) for text in Bar.shown)
+        assert Bar.shown
+        close(watched.prior.hyperparameters["precision"], plain.prior.hyperparameters["precision"])
 
 
 # -- what is at hand -------------------------------------------------------------------------------------------------
