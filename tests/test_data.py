@@ -232,7 +232,7 @@ def test_pairs_that_do_not_fit_are_refused() -> None:
         as_batches((x, torch.tensor(1.0)))
     with pytest.raises(InvalidValue, match="hold no tensor"):
         as_batches(({"a": 1}, y))
-    for targets in ([1.0, 2.0, 3.0, 4.0], (x, y), {"y": y}, None):
+    for targets in ((x, y), {"y": y}, None):
         with pytest.raises(InvalidValue, match=rf"y is no tensor, got {type(targets).__name__}"):
             as_batches((x, targets))
 

@@ -43,6 +43,18 @@ LIKELIHOODS = {
 }
 
 
+LOSSES = {  # what people train on, by the name of its class or function
+    "CrossEntropyLoss": "categorical",
+    "cross_entropy": "categorical",
+    "NLLLoss": "categorical",
+    "nll_loss": "categorical",
+    "MSELoss": "gaussian",
+    "mse_loss": "gaussian",
+    "BCEWithLogitsLoss": "bernoulli",
+    "binary_cross_entropy_with_logits": "bernoulli",
+    "PoissonNLLLoss": "poisson",
+    "poisson_nll_loss": "poisson",
+}
 TASKS = ("classification", "regression")  # what people come with; a task also says how predictions are made
 # structure="auto" of a task: its calibration wants error bars that are as wide at training inputs as at others
 STRUCTURE_OF = {"classification": "kron"}
@@ -79,7 +91,21 @@ def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
             f"{likelihood!r} is a task of lw.laplace and lw.doctor; name a likelihood here: 'gaussian', 'categorical' "
             "or another"
         )
-    raise InvalidValue(f"likelihood must be one of {[*TASKS, *LIKELIHOODS]} or an object, got {likelihood!r}")
+    raise InvalidValue(
+        f"likelihood must be one of {[*TASKS, *LIKELIHOODS]} or an object, got {likelihood!r}{_meant(likelihood)}"
+    )
+
+
+def _meant(likelihood: Any) -> str:
+    """The likelihood that a word, a loss or a class seems to mean."""
+    named = likelihood if isinstance(likelihood, type) or callable(likelihood) else type(likelihood)
+    name = getattr(named, "__name__", type(likelihood).__name__)
+    if name in LOSSES:
+        task = {"categorical": ", or the task 'classification'", "gaussian": ", or the task 'regression'"}
+        return f"; a network trained on {name} has the likelihood {LOSSES[name]!r}{task.get(LOSSES[name], '')}"
+    if isinstance(likelihood, type) and issubclass(likelihood, likelihoods.Likelihood):
+        return f"; give an object of that class: {name}()"
+    return given.near(likelihood, (*TASKS, *LIKELIHOODS))
 
 
 def as_prior(prior: Any, layout: Layout, device: torch.device) -> priors.Prior:
@@ -117,7 +143,10 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> curvature.S
     if isinstance(structure, str) and structure in STRUCTURES:
         return STRUCTURES[structure](memory_budget=memory_budget)
     if not isinstance(structure, curvature.Structure):
-        raise InvalidValue(f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}")
+        raise InvalidValue(
+            f"structure must be 'auto', {list(STRUCTURES)} or an object, got {structure!r}"
+            f"{given.near(structure, ('auto', *STRUCTURES))}"
+        )
     return structure
 
 

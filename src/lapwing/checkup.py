@@ -106,7 +106,7 @@ def checked(
 ) -> Check:
     """On the first rows of the data of the fit, about the network's outputs. center: a mode that examples can be left
     out at, where the curvature is exact. calibration: what predictions are about, where that was chosen."""
-    z, C, K, mode, y, shown, around = _rows(posterior, prior, batches, center, calibration)
+    z, C, K, mode, y, shown, around = _rows(posterior, prior, likelihood, batches, center, calibration)
     made = Prediction(likelihood.predictive, Normal(z, C))
     predicted = Prediction(likelihood.predictive, Normal(shown, around))
     S, some = likelihood.scaled_root(z, y), made.outputs.nodes(torch.arange(len(z), device=z.device), None)
@@ -131,7 +131,7 @@ def _trace(matrices: Tensor) -> float:
 
 
 def _rows(
-    posterior: Gaussian, prior: Prior, batches: Any, center: Center | None, calibration: Any
+    posterior: Gaussian, prior: Prior, likelihood: Likelihood, batches: Any, center: Center | None, calibration: Any
 ) -> tuple[Tensor, ...]:
     """Outputs (m, c), their covariances and those of the prior (m, c, c), outputs at the center, targets, and outputs
     and covariances as predictions have them, of the first rows; without a center, nothing is made of the two that it is
@@ -147,7 +147,7 @@ def _rows(
         shown = made if calibration is None else calibration.applied(made, x)
         f, v, z = (flat_outputs(one.mean).double() for one in (made, mode, shown))
         C, K, around = (one.marginal.double().reshape(*f.shape, f.shape[-1]) for one in (made, before, shown))
-        found.append((f, C, K, v, flat_targets(made.mean, y), z, around))
+        found.append((f, C, K, v, flat_targets(likelihood, made.mean, y), z, around))
         if sum(len(one[0]) for one in found) >= ROWS:
             break
     if not found:

@@ -17,16 +17,18 @@ of p_y is ½ here).
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lapwing import given
-from lapwing.curvature.accumulate import flat_outputs, flat_targets
-from lapwing.errors import InvalidValue, Unsupported
+from lapwing import files, given
+from lapwing.curvature.accumulate import check_targets
+from lapwing.errors import BrokenFile, InvalidValue, Unsupported
 from lapwing.predictive import Prediction
 
+SCHEMA = 1
 REAL, CLASSES = ("normalized", "quantile"), ("probability", "cumulative")
 
 
@@ -54,6 +56,11 @@ class Conformal:
         self._check(prediction, CLASSES, "interval")
         return _class_scores(prediction, self.score) <= self.threshold.unsqueeze(-1)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file, whole or not at all; `lw.conformal.load(path)` reads it."""
+        told = {"score": self.score, "level": self.level, "n": self.n, "likelihood": self.likelihood}
+        files.write(path, {"threshold": self.threshold}, {"schema": SCHEMA, **told}, files.CONFORMAL)
+
     def _check(self, prediction: Prediction, scores: tuple[str, ...], other: str) -> None:
         if self.score not in scores:
             raise Unsupported(f"score {self.score!r} of {self.likelihood} gives no such thing; use {other}()")
@@ -70,6 +77,22 @@ class Conformal:
         t = self.threshold
         told = f"{float(t):.4g}" if t.numel() == 1 else f"{float(t.min()):.4g} to {float(t.max()):.4g}"
         return f"Conformal({self.score}, level {self.level:g}; {self.n:,} calibration examples; threshold {told})"
+
+
+def load(path: str | os.PathLike[str]) -> Conformal:
+    """What `Conformal.save` wrote."""
+    tensors, header = files.read(path, SCHEMA, files.CONFORMAL)
+    score, level, n, likelihood = (header.get(key) for key in ("score", "level", "n", "likelihood"))
+    threshold = tensors.get("threshold")
+    if (
+        score not in (*REAL, *CLASSES)
+        or not (isinstance(level, float) and 0 < level < 1 and isinstance(n, int) and n > 0)
+        or not isinstance(likelihood, str)
+        or threshold is None
+        or not (threshold.is_floating_point() and bool(torch.isfinite(threshold).all()))
+    ):
+        raise BrokenFile(f"{path} is broken: it does not hold a calibration; save it again")
+    return Conformal(score, level, n, threshold, likelihood)
 
 
 def _outward(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,8 +114,8 @@ def calibrate(prediction: Prediction, y: Tensor, level: float = 0.9, score: str 
     score = offered[0] if score == "auto" else score
     if score not in offered:
         raise InvalidValue(f"score for {prediction.likelihood.name} must be 'auto' or one of {offered}, got {score!r}")
-    y = given.targets(y, prediction.f_mean.device)
-    prediction.likelihood.validate(flat_outputs(prediction.f_mean), flat_targets(prediction.f_mean, y))
+    y = prediction.likelihood.aligned(prediction.f_mean, given.targets(y, prediction.f_mean.device))
+    check_targets(prediction.likelihood, prediction.f_mean, y)
     rank = math.ceil(round((len(y) + 1) * level, 9))  # 10 · 0.9 is 9, whatever its last digits
     if rank > len(y):
         raise InvalidValue(

@@ -2,15 +2,15 @@
 
 `as_batches` takes a DataLoader (or any re-iterable of batches), a Dataset, or a pair (X, y) of trees of tensors.
 A batch is (inputs, targets), inputs any tree that the model takes; or a mapping with its targets under "labels", which
-the model is never given. Mappings of any class reach it as dicts. Tensors and mappings, lists and tuples of them are
-moved to the model's device; objects of other classes are handed on as they are.
+the model is never given. Mappings of any class reach it as dicts. Arrays, frames and lists of numbers become tensors of
+the same dtype. Tensors and mappings, lists and tuples of them are moved to the model's device; objects of other classes
+are handed on as they are.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 from tqdm.auto import tqdm
 
-from lapwing import tree
+from lapwing import given, tree
 from lapwing.distributed import ALONE, Ranks, Shard
-from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
+from lapwing.errors import InvalidValue, Unsupported, warn
 
 BATCH = 256  # examples a batch where the user gives whole tensors or a Dataset
 
@@ -69,7 +69,7 @@ def ranks_of(batches: Any) -> Ranks:
 
 
 def as_batches(data: Any, sharded: bool = False) -> Iterable[Any]:
-    """Make batches from a DataLoader, a Dataset, a pair (X, y), or any re-iterable of batches.
+    """Make batches from a DataLoader, a Dataset, a pair (X, y), a mapping with "labels", or any re-iterable of batches.
 
     A pair is a tuple whose X may be any tree of tensors; a list is a list of batches, unless it holds two tensors.
     sharded: whether the caller can read data of which this process holds a Shard.
@@ -80,30 +80,44 @@ def as_batches(data: Any, sharded: bool = False) -> Iterable[Any]:
         batches = as_batches(data.batches)
         _check_sampler(batches)
         return Shard(batches, data.ranks)
+    if isinstance(data, Mapping) and "labels" in data:
+        data = split(data)
     two = isinstance(data, (tuple, list)) and len(data) == 2
-    if two and (isinstance(data, tuple) or isinstance(data[0], (Tensor, np.ndarray))):
-        inputs, targets = (_as_tensors(part) for part in data)
+    if two and (isinstance(data, tuple) or given.is_array(data[0])):
+        inputs, targets = (as_tensors(part) for part in data)
         if not isinstance(targets, Tensor):
             raise InvalidValue(
-                f"y is no tensor, got {type(targets).__name__}; give a tensor or an array (batches go in a list)"
+                f"y is no tensor, got {type(targets).__name__}; give a tensor, an array or a list of numbers (batches "
+                "go in a list)"
             )
         n, m = tree.batch_size(inputs), tree.batch_size(targets)
         if n != m:
             raise InvalidValue(f"X has {n} examples and y has {m}; give one target for each example")
         _check_cuts(inputs, n)
         return TensorBatches(inputs, targets)
-    if isinstance(data, DataLoader):
-        _warn_dropped(data)
-        return data
-    if isinstance(data, Dataset):
-        return DataLoader(data, batch_size=BATCH)
+    loader = as_loader(data)
+    if loader is not None:
+        _warn_dropped(loader)
+        return loader
     if isinstance(data, Iterator):
         raise InvalidValue("data is a one-pass iterator; give a DataLoader, a Dataset, a list of batches or (X, y)")
-    if isinstance(data, Iterable) and not isinstance(data, (Tensor, np.ndarray, str, Mapping)):
+    if isinstance(data, Iterable) and not given.is_array(data) and not isinstance(data, (str, Mapping)):
         return data
     raise InvalidValue(
-        f"data must be a DataLoader, a Dataset, a list of batches or a pair (X, y); got {type(data).__name__}"
+        "data must be a DataLoader, a Dataset, a list of batches, a pair (X, y) or a mapping with 'labels'; got "
+        f"{type(data).__name__}"
     )
+
+
+def as_loader(data: Any) -> DataLoader | None:
+    """A DataLoader as it is, or one of a Dataset, torch's or Hugging Face's; None of anything else."""
+    if isinstance(data, DataLoader):
+        return data
+    if hasattr(data, "with_format") and hasattr(data, "column_names"):  # of the library `datasets`
+        data = data.with_format("torch")
+    elif not isinstance(data, Dataset):
+        return None
+    return DataLoader(data, batch_size=BATCH)
 
 
 def _check_cuts(inputs: Any, n: int) -> None:
@@ -120,33 +134,35 @@ def _check_cuts(inputs: Any, n: int) -> None:
             _check_cuts(part, n)
 
 
-def _as_tensors(part: Any) -> Any:
-    """Arrays become tensors of the same dtype; nothing is cast."""
-    if isinstance(part, np.ndarray):
-        return torch.from_numpy(part)
+def as_tensors(part: Any) -> Any:
+    """Arrays, frames, and lists of numbers that are all of it, become tensors of the same dtype; nothing is cast."""
+    found = given.array(part)
+    return found if isinstance(found, Tensor) else _arrays_within(part)
+
+
+def _arrays_within(part: Any) -> Any:
+    """Numbers and lists of them within a tree go along to the network as they are."""
+    if isinstance(part, np.ndarray) or given.tabular(part):
+        return given.array(part)
     if isinstance(part, Mapping):
-        return {key: _as_tensors(value) for key, value in part.items()}
+        return {key: _arrays_within(value) for key, value in part.items()}
     if type(part) in (tuple, list):
-        return type(part)(_as_tensors(value) for value in part)
+        return type(part)(_arrays_within(value) for value in part)
     return part
 
 
 def _warn_dropped(loader: DataLoader) -> None:
     if loader.drop_last and isinstance(loader.dataset, IterableDataset):
         each = "" if loader.num_workers < 2 else f" of each of its {loader.num_workers} workers"
-        warnings.warn(
+        warn(
             f"the loader has drop_last=True and leaves out the last examples of its stream{each}, up to "
             f"{(loader.batch_size or 1) - 1}, which are not counted; curvature and evidence are sums over data: build "
             "it with drop_last=False",
-            LapwingWarning,
-            stacklevel=4,
         )
     if dropped(loader):
-        warnings.warn(
+        warn(
             f"the loader has drop_last=True and leaves out {dropped(loader)} of {examples(loader)} examples; "
             "curvature and evidence are sums over data: build it with drop_last=False",
-            LapwingWarning,
-            stacklevel=4,
         )
 
 
@@ -194,9 +210,9 @@ def examples(batches: Iterable[Any]) -> int | None:
 def split(batch: Any) -> tuple[Any, Any]:
     """Cut a batch into inputs and targets."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
+        return as_tensors(batch[0]), as_tensors(batch[1])
     if isinstance(batch, Mapping) and "labels" in batch:
-        return inputs_of(batch), batch["labels"]
+        return as_tensors(inputs_of(batch)), as_tensors(batch["labels"])
     raise InvalidValue(
         f"a batch must be (inputs, targets) or a mapping with 'labels'; got {type(batch).__name__}"
         + (f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else "")
@@ -228,20 +244,32 @@ def passes(
     """One pass over the data, on the model's device, with the user's random state left as it was.
 
     It starts from that state, as every pass does, or from a seed: what is random then comes out otherwise."""
-    seen, rng = False, _PassRng(batches, seed)
+    seen = False
+    for batch in raw_pass(batches, progress, label, seed):
+        inputs, targets = split(batch)
+        if not tree.tensors(targets) or tree.batch_size(targets):  # an empty batch says nothing
+            seen = True
+            yield tree.detached(tree.moved(inputs, device)), tree.detached(tree.moved(targets, device, "the targets"))
+    if not seen and ranks_of(batches).alone:
+        raise InvalidValue("the data hold no batch; give at least one example")
+
+
+def raw_pass(batches: Iterable[Any], progress: bool, label: str, seed: int | None = None) -> Iterator[Any]:
+    """The batches as they come, in a random state of their own."""
+    rng = _PassRng(batches, seed)
     with rng.swapped():
         iterator = iter(tqdm(batches, total=_length(batches), desc=label, disable=not progress, leave=False))
     while True:
         with rng.swapped():
             batch = next(iterator, _END)
         if batch is _END:
-            break
-        inputs, targets = split(batch)
-        if not tree.tensors(targets) or tree.batch_size(targets):  # an empty batch says nothing
-            seen = True
-            yield tree.moved(inputs, device), tree.moved(targets, device, "the targets")
-    if not seen and ranks_of(batches).alone:
-        raise InvalidValue("the data hold no batch; give at least one example")
+            return
+        yield batch
+
+
+def network_inputs(x: Any, device: torch.device) -> Any:
+    """Inputs as users give them, as tensors on a device, without targets that a mapping may hold under "labels"."""
+    return tree.moved(as_tensors(inputs_of(x)), device)
 
 
 def first_inputs(batches: Iterable[Any], device: torch.device) -> Any:

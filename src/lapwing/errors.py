@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import sys
+import warnings
+
+import torch
+
+OURS = tuple(os.path.dirname(path) + os.sep for path in (__file__, torch.__file__))  # whose lines are not the user's
+OURS += (functools.__file__, contextlib.__file__)
+
 
 class LapwingError(Exception):
     """Base of every error that Lapwing raises on purpose."""
@@ -41,3 +52,11 @@ class BrokenLaw(LapwingError, AssertionError):
 
 class LapwingWarning(UserWarning):
     """Something the user should know about, that does not make the answer wrong."""
+
+
+def warn(message: str) -> None:
+    """A LapwingWarning that points at the line of the user's which led to it, however many of ours lie between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, LapwingWarning, stacklevel=level)

@@ -1,9 +1,9 @@
 """Files: one safetensors file, tensors plus a JSON header, and a digest of all of it. No pickle anywhere.
 
-The metadata have one entry, {kind: digest + header}. The kind is "lapwing" for what `la.save` wrote, and
-"lapwing.checkpoint" for a fit that is not done; the digest is BLAKE2b over every byte of the file but its own 64
-characters. A file is written under another name and renamed, so that it is whole or not there. Its bytes are read once,
-so that they are one file's, though another takes its place meanwhile.
+The metadata have one entry, {kind: digest + header}. The kind is "lapwing" for what `la.save` wrote,
+"lapwing.checkpoint" for a fit that is not done, "lapwing.conformal" for a calibration; the digest is BLAKE2b over every
+byte of the file but its own 64 characters. A file is written under another name and renamed, so that it is whole or not
+there. Its bytes are read once, so that they are one file's, though another takes its place meanwhile.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from torch import Tensor
 from lapwing import locks
 from lapwing.errors import BrokenFile, InvalidValue
 
-SAVED, CHECKPOINT, WALK = "lapwing", "lapwing.checkpoint", "lapwing.walk"
+SAVED, CHECKPOINT = "lapwing", "lapwing.checkpoint"
+WALK, CONFORMAL = "lapwing.walk", "lapwing.conformal"
 WHAT = {
     SAVED: "a saved fit: read it with lw.load",
     CHECKPOINT: "a checkpoint: give it to lw.laplace(checkpoint=...)",
     WALK: "a sampler's checkpoint: give it to the same call of lw.samplers, as checkpoint=",
+    CONFORMAL: "a calibration: read it with lw.conformal.load",
 }
 DIGEST = 64  # characters
 FAULTS = (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OverflowError)  # what its reader raises

@@ -1,14 +1,22 @@
-"""What a user gives, checked for its type: numbers, counts, levels, targets, generators. And what is not installed."""
+"""What a user gives, checked for its type: arrays, numbers, counts, levels, targets, generators, words. And what is not
+installed."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def real(value: Any, what: str) -> Tensor:
@@ -46,8 +54,100 @@ def share(value: Any, what: str) -> float:
     return float(value)
 
 
+def array(value: Any) -> Any:
+    """A NumPy array, a frame or series (pandas, polars), or a list of numbers as a tensor of the same dtype; anything
+    else as it is."""
+    if isinstance(value, Tensor):
+        return value
+    if tabular(value):
+        value = _table(value)
+    elif isinstance(value, list) and value and _numbers(value):
+        value = _rectangular(value)
+    return _tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def is_array(value: Any) -> bool:
+    """Whether `array` makes a tensor of it."""
+    return isinstance(value, (Tensor, np.ndarray)) or tabular(value) or (isinstance(value, list) and _numbers(value))
+
+
+def tabular(value: Any) -> bool:
+    """Whether it is a frame or a series, of whatever library."""
+    return hasattr(value, "to_numpy") and (hasattr(value, "dtype") or hasattr(value, "dtypes"))
+
+
+def _numbers(value: Any) -> bool:
+    """Whether a list holds numbers alone, or lists of them."""
+    if isinstance(value, list):
+        return bool(value) and all(_numbers(one) for one in value)
+    return isinstance(value, (Real, np.generic))
+
+
+def _rectangular(value: list[Any]) -> np.ndarray:
+    try:
+        return np.array(value)
+    except ValueError as error:
+        raise InvalidValue(f"lists of numbers must be of equal lengths: {error}") from error
+
+
+def _table(value: Any) -> np.ndarray:
+    """A frame's columns, or a series, as numbers."""
+    found = value.to_numpy()
+    names = list(getattr(value, "columns", ()))
+    if found.dtype.kind in "biuf" or not names:
+        return found
+    columns = [value[name].to_numpy() for name in names]
+    for name, column in zip(names, columns, strict=True):
+        if column.dtype.kind not in "biuf":
+            raise InvalidValue(
+                f"column {name!r} holds {column.dtype}, which is no number (or has values missing); encode it as "
+                "numbers, or leave it out"
+            )
+    return np.column_stack(columns)
+
+
+def _tensor(found: np.ndarray) -> Tensor:
+    if found.dtype.kind not in "biufc":
+        raise InvalidValue(
+            f"an array holds {found.dtype}, which is no number (or has values missing); encode it as numbers: classes "
+            "as 0, 1, 2, ..."
+        )
+    found = np.ascontiguousarray(found, found.dtype.newbyteorder("="))
+    found = found if found.flags.writeable else found.copy()  # a view of a frame: torch would warn of it
+    try:
+        return torch.from_numpy(found)
+    except TypeError as error:
+        raise InvalidValue(f"an array of {found.dtype} has no dtype in torch; cast it to float64") from error
+
+
+def near(word: Any, known: Iterable[str]) -> str:
+    """ "; did you mean 'categorical'?" where a word is near one that is known; else ""."""
+    found = difflib.get_close_matches(word, list(known), 1, 0.6) if isinstance(word, str) else []
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def keywords(elsewhere: Mapping[str, str]) -> Callable[[F], F]:
+    """A decorator: a keyword that a function does not take is an error that names the one that is meant. elsewhere:
+    what other libraries call things, and what to say here."""
+
+    def decorate(function: F) -> F:
+        known = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs.keys() - known.keys():
+                hint = f"; use {elsewhere[name]}" if name in elsewhere else near(name, known)
+                raise Unsupported(f"{function.__name__}() takes no {name}={hint}")
+            return function(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
 def targets(y: Any, device: torch.device) -> Tensor:
     """Targets y, on a device."""
+    y = array(y)
     if not isinstance(y, Tensor):
         raise InvalidValue(f"targets must be a tensor, got {_short(y)}")
     if y.is_meta:

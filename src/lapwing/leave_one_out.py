@@ -63,7 +63,7 @@ def leave_one_out(
         fitted = flat_outputs(made.mean).double()
         made = made if center is None else about(made, posterior.tangent, x, center)
         z, C = flat_outputs(made.mean).double(), made.marginal.double().reshape(-1, *made.marginal.shape[-2:])
-        targets = flat_targets(made.mean, y)
+        targets = flat_targets(likelihood, made.mean, y)
         mean, cov, leverage = left_out(likelihood, z, C, targets, fitted)
         means.append(mean)
         covs.append(cov)

@@ -9,11 +9,10 @@ import contextlib
 import errno
 import os
 import socket
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 
 try:
     import fcntl
@@ -90,10 +89,8 @@ def alone(path: Path, what: str) -> Iterator[None]:
                     f"{what} {path} is in use by {holder}; wait until that is done, or give another path"
                 )
             if got is None:
-                warnings.warn(
+                warn(
                     f"there are no file locks here: take care that no other process uses {what} {path}",
-                    LapwingWarning,
-                    stacklevel=5,
                 )
             elif not is_at(descriptor, place):
                 continue  # its last holder has removed it since

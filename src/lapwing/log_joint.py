@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lapwing import data as loading
 from lapwing import tree
 from lapwing.arguments import as_likelihood, as_prior, as_tangent
-from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.curvature.accumulate import check_targets, flat_outputs, flat_targets
 from lapwing.errors import Unsupported
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Posterior
@@ -49,7 +49,8 @@ class LogJoint:
         with evaluating(self.tangent.model), plain_kernels():
             for x, y in loading.passes(self.batches, self.tangent.device):
                 f = self.tangent.apply({name: w.to(self.tangent.dtype) for name, w in weights.items()}, x)
-                total = total + self.likelihood.log_prob(flat_outputs(f).double(), flat_targets(f, y)).sum()
+                targets = flat_targets(self.likelihood, f, y)
+                total = total + self.likelihood.log_prob(flat_outputs(f).double(), targets).sum()
         return total
 
     def fitted(self, posterior: Posterior, made: str, likelihood: Likelihood | None = None) -> Fitted:
@@ -72,6 +73,6 @@ def log_joint(
     for x, y in loading.passes(batches, tangent.device):
         loading.check_finite(x, "the inputs")
         f = tangent(x)
-        likelihood.validate(flat_outputs(f), flat_targets(f, y))
+        check_targets(likelihood, f, y)
         n, targets = n + len(y), (targets + tree.digest(y)) % 2**64
     return LogJoint(tangent, likelihood, bound, batches, n, targets)

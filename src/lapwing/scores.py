@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import data as loading
-from lapwing import tree
 from lapwing.arguments import as_budget, as_likelihood, as_tangent
 from lapwing.curvature.cover import cover
 from lapwing.curvature.products import gauss_newton
@@ -88,7 +87,7 @@ class Score:
     @torch.no_grad()
     def covariance(self, x: Any) -> Tensor:
         """J (I − VᵀV) Jᵀ of all outputs of each input, (n, c, c), float64."""
-        inputs = tree.moved(loading.inputs_of(x), self.tangent.device)
+        inputs = loading.network_inputs(x, self.tangent.device)
         loading.check_finite(inputs, "the inputs")
         maker, dtype = RowMaker(self.tangent, cover(self.tangent, inputs)), self.tangent.sum_dtype
         out = []

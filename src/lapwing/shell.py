@@ -19,15 +19,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import files, io, tree
-from lapwing.data import inputs_of
+from lapwing import files, given, io
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood, Several
 from lapwing.posterior import Mixture, Posterior
 from lapwing.posterior.mixture import log_weights
 from lapwing.predictive import Prediction
+from lapwing.predictive.batched import predicted
 from lapwing.priors import Prior
 from lapwing.tangent import TangentModel
+
+ELSEWHERE = {  # what laplace-torch calls things, and what to call here
+    "fit": "lw.laplace(model, data, likelihood) has fitted it already; la.updated(more_data) adds data",
+    "optimize_prior_precision": "call la = la.tuned()",
+    "log_marginal_likelihood": "call la.log_evidence()",
+    "sample": "la.draw(n) gives weights, la.predict(x).sample(n) targets",
+    "predictive_samples": "call la.predict(x).sample(n)",
+    "functional_samples": "call la.function_samples(n)(x)",
+    "functional_variance": "call la.predict(x).f_var",
+    "prior_precision": "it is la.prior.hyperparameters['precision']",
+    "sigma_noise": "it is la.likelihood.noise",
+    "posterior_precision": "it is la.posterior.precision",
+    "state_dict": "call la.save(path)",
+    "load_state_dict": "call lw.load(path, model)",
+}
 
 
 class Shell:
@@ -37,6 +52,13 @@ class Shell:
     likelihood: Likelihood
     n: int
     targets: int | None
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property that raised an AttributeError of its own
+            return object.__getattribute__(self, name)
+        known = (key for key in dir(self) if not key.startswith("_"))
+        hint = f"; {ELSEWHERE[name]}" if name in ELSEWHERE else given.near(name, known)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     @property
     def tangent(self) -> TangentModel:
@@ -50,14 +72,14 @@ class Shell:
         known = {*layout.shapes, *layout.empty}
         return tuple(n for n, _ in self.tangent.model.named_parameters() if n not in known)
 
-    def inputs(self, x: Any) -> Any:
-        """Inputs as users give them, on the network's device, without targets."""
-        return tree.moved(inputs_of(x), self.tangent.device)
+    def predict(self, x: Any, link: str = "auto", joint: bool = False, *, progress: bool = False) -> Prediction:
+        """Predict with error bars at inputs as in the data, or at those of a loader; joint: all inputs together. link:
+        as in `Laplace.predict`, where outputs are normal. progress: a bar over batches."""
 
-    def predict(self, x: Any, link: str = "auto", joint: bool = False) -> Prediction:
-        """Predict with error bars at inputs as in the data; joint: all inputs together. link: as in `Laplace.predict`,
-        where outputs are normal."""
-        return Prediction(self.likelihood.plain, self.posterior.outputs(self.inputs(x), joint), link)
+        def one(inputs: Any) -> Prediction:
+            return Prediction(self.likelihood.plain, self.posterior.outputs(inputs, joint), link)
+
+        return predicted(one, self.tangent, x, joint, progress)
 
     def __call__(self, x: Any) -> Prediction:
         return self.predict(x)
@@ -150,11 +172,15 @@ class Blended(Shell):
         """A digest of the targets."""
         return self.members[0].targets
 
-    def predict(self, x: Any, link: str = "auto", joint: bool = False) -> Prediction:
+    def predict(self, x: Any, link: str = "auto", joint: bool = False, *, progress: bool = False) -> Prediction:
         """Predict with error bars, each member under its own noise."""
-        made = self.posterior.outputs(self.inputs(x), joint)
-        own = Several.of([one.likelihood.plain for one in self.members], [one.sources for one in made.members])
-        return Prediction(own, made, link)
+
+        def one(inputs: Any) -> Prediction:
+            made = self.posterior.outputs(inputs, joint)
+            own = Several.of([one.likelihood.plain for one in self.members], [one.sources for one in made.members])
+            return Prediction(own, made, link)
+
+        return predicted(one, self.tangent, x, joint, progress)
 
     def packed(self, path: Any) -> io.Content:
         """What goes into a file: what its members' would hold, and their networks."""

@@ -12,14 +12,12 @@ order wins. k is a number of weights (an int) or a share of them (a float in (0,
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
 from lapwing import given
 from lapwing.api import Laplace
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.operators import linalg
 from lapwing.posterior import prior_precision
 from lapwing.tangent.subset import compiled, masks_of, trainable
@@ -60,12 +58,10 @@ def largest_variance(source: Laplace | Swag, k: int | float) -> dict[str, Tensor
     dead = layout.unflatten(precision == prior_precision(source.prior, source.state).dense())
     count = sum(int((dead[n] & _selected(m, layout, n)).sum()) for n, m in masks.items())
     if count:
-        warnings.warn(
+        warn(
             f"{count} of the {sum(int(m.sum()) for m in masks.values())} weights chosen by variance have no curvature: "
             "the data say nothing of them, so their variance is the prior's; fit with a subset= without dead units, or "
             "choose by magnitude",
-            LapwingWarning,
-            stacklevel=2,
         )
     return masks
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,11 @@ def moved(tree: Any, device: torch.device, what: str = "the inputs") -> Any:
     return map_tensors(lambda t: t.to(device), tree)
 
 
+def detached(tree: Any) -> Any:
+    """The same tree with its tensors cut from any graph: data are not differentiated by."""
+    return map_tensors(lambda t: t.detach() if t.requires_grad else t, tree)
+
+
 def batch_size(tree: Any) -> int:
     """The common first dimension of a tree's tensors."""
     found = tensors(tree)
@@ -149,6 +154,15 @@ def batch_size(tree: Any) -> int:
 def rows_of(tree: Any, index: slice) -> Any:
     """The examples `index` of a batch."""
     return map_tensors(lambda t: t[index], tree)
+
+
+def joined(trees: Sequence[Any]) -> Any:
+    """Batches of one kind as one batch; leaves that are no tensors are those of the first."""
+    found = [tensors(one) for one in trees]
+    if any([t.shape[1:] for t in one] != [t.shape[1:] for t in found[0]] for one in found):
+        raise InvalidValue("batches of inputs differ in their shapes, so they cannot be put together")
+    whole = iter([torch.cat(parts) for parts in zip(*found, strict=True)])
+    return map_tensors(lambda _: next(whole), trees[0])
 
 
 def batch_dims(tree: Any) -> Any:

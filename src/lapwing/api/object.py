@@ -7,6 +7,7 @@ pred = la.predict(x)                           error bars
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import io, likelihoods, priors
+from lapwing import given, io, likelihoods, priors
 from lapwing.api import other_data, tuning, words
 from lapwing.api.choices import checked_center, checked_mean
 from lapwing.api.judging import Judged
@@ -31,6 +32,7 @@ from lapwing.posterior import Gaussian, condition, placed
 from lapwing.posterior.mixture import log_weights
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
 from lapwing.predictive.about import about
+from lapwing.predictive.batched import predicted
 from lapwing.predictive.own_data import training_nll, warn_unfit
 from lapwing.tangent import TangentModel
 from lapwing.tune import Tuning
@@ -137,6 +139,7 @@ class Laplace(Judged):
         """How many directions the data determine, for each prior group."""
         return effective_dimension(self.state, self.prior, self.likelihood)
 
+    @given.keywords({"val_loader": "method='validation', data=", "pred_type": "center="})
     @torch.inference_mode(False)
     def tuned(
         self,
@@ -145,6 +148,8 @@ class Laplace(Judged):
         data: Any = None,
         center: str | None = None,
         mean: str = "network",
+        *,
+        progress: bool = False,
     ) -> Laplace:
         """A new object with the prior precision and noise that the evidence picks.
 
@@ -158,8 +163,9 @@ class Laplace(Judged):
         "validation" searches for what predicts held-out `data` best: the prior, and the noise or temperature.
         fixed: hyperparameters to hold. mean: that predictions will be about: for "network" a learnt noise is held at or
         above the network's residuals; for "tangent", as in predict(mean="tangent"), those of h(x, v*) are enough.
+        progress: a bar over the steps of the search.
         """
-        return tuning.tuned(self, method, fixed, data, center, mean)
+        return tuning.tuned(self, method, fixed, data, center, mean, progress)
 
     # -- new objects ----------------------------------------------------------------------------------------------
 
@@ -205,6 +211,7 @@ class Laplace(Judged):
 
     # -- predictions ----------------------------------------------------------------------------------------------
 
+    @given.keywords({"link_approx": "link=", "pred_type": "via=", "n_samples": "samples="})
     def predict(
         self,
         x: Any,
@@ -215,10 +222,12 @@ class Laplace(Judged):
         *,
         samples: int = 64,
         generator: torch.Generator | None = None,
+        progress: bool = False,
     ) -> Prediction:
         """Predict with error bars.
 
-        x: inputs as in the data; targets that a mapping holds under "labels" are left out.
+        x: inputs as in the data, or a loader or dataset of them, whose targets are left out, as are those that a
+        mapping holds under "labels". Inputs that require grad have gradients. progress: a bar over batches.
         link: "auto", "probit", "probit_centered", "mean_field", "bridge", "bridge_norm" or "monte_carlo".
         joint: the covariance over all inputs together.
         mean: what predictions are about. "auto" is that of la.calibration, and the default of a task; "network" is the
@@ -231,9 +240,14 @@ class Laplace(Judged):
         if mean is not None and checked_mean(mean) != "network" and via == "network":
             raise InvalidValue(f"via='network' has a mean of its own, that of its runs; drop mean={mean!r}")
         mean = mean or ("network" if via == "network" else self.mean)
-        warn_unfit(self._training_nll, stacklevel=2)
-        inputs, likelihood = self.inputs(x), self.likelihood.plain
-        chosen = self.calibration if mean == "auto" else None
+        warn_unfit(self._training_nll)
+        ask = functools.partial(self._predicted, link, joint, mean, via, samples, generator)
+        return predicted(ask, self.tangent, x, joint, progress, generator)
+
+    def _predicted(
+        self, link: str, joint: bool, mean: str, via: str, samples: int, generator: Any, inputs: Any
+    ) -> Prediction:
+        likelihood, chosen = self.likelihood.plain, self.calibration if mean == "auto" else None
         if (chosen is None and mean in ("network", "auto")) or (mean == "tangent" and self.center == "map"):
             return predict(
                 self.spread, likelihood, inputs, link, joint=joint, via=via, samples=samples, generator=generator
@@ -264,7 +278,7 @@ class Laplace(Judged):
         if self.data is None or self.streams or self.tuning is None:
             return self
         nll = training_nll(self.spread, self.likelihood, self.data, self.memory_budget)
-        warn_unfit(nll, stacklevel=4)
+        warn_unfit(nll)
         out = replace(self, tuning=replace(self.tuning, train_nll=nll))
         out.__dict__["spread"] = self.spread  # its factorization is made
         return out
@@ -310,6 +324,9 @@ class Laplace(Judged):
     def __repr__(self) -> str:
         return words.described(self)
 
+    def _repr_html_(self) -> str:
+        return words.html(self)
+
     def read_again(self, data: Any, what: str, otherwise: str = "") -> Any:
         """The batches to read again: those given, else those of the fit."""
         if data is None and self.data is None:
@@ -318,12 +335,12 @@ class Laplace(Judged):
             )
         return self.data if data is None else as_shard(data, ranks_of(self.data))
 
-    def jacobian(self, batches: Any) -> Jacobian:
+    def jacobian(self, batches: Any, progress: bool = False) -> Jacobian:
         """J over the data, kept where its rows fit the memory budget."""
         known = self.state.memo.jacobian
         if known is not None and known.batches is batches:
             return known
-        found = read(self.state, self.likelihood, batches, self.memory_budget)
+        found = read(self.state, self.likelihood, batches, self.memory_budget, progress)
         if found.rows is not None:
             self.state.memo.jacobian = found
         return found

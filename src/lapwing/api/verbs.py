@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing import files, io, likelihoods, priors, tree
+from lapwing import files, given, io, likelihoods, priors, tree
 from lapwing.api.object import Laplace, check_served
 from lapwing.arguments import (
     STRUCTURE_OF,
@@ -37,7 +37,19 @@ from lapwing.shell import Blended, Fitted, Shell
 from lapwing.tangent import TangentModel, linearize
 from lapwing.tangent.calling import unwrapped
 
+ELSEWHERE = {  # keywords of laplace-torch
+    "hessian_structure": "structure=",
+    "subset_of_weights": "subset=",
+    "prior_precision": "prior=",
+    "prior_mean": "prior=lw.priors.Gaussian(precision, mean=...)",
+    "sigma_noise": "likelihood=lw.likelihoods.Gaussian(noise)",
+    "temperature": "tuned(method='validation', data=held_out), which picks one",
+    "train_loader": "data=",
+    "backend": "factor= ('exact', 'monte_carlo' or 'empirical')",
+}
 
+
+@given.keywords(ELSEWHERE)
 @torch.inference_mode(False)
 def laplace(
     model: nn.Module,
@@ -58,7 +70,8 @@ def laplace(
 ) -> Laplace:
     """Turn a trained network into a Bayesian one, by one pass over its training data.
 
-    data: a DataLoader, a Dataset or (X, y).
+    data: (X, y) of tensors, arrays, frames or lists, a Dataset, a DataLoader, or a mapping with "labels"; floating
+    inputs are cast to the network's dtype.
     likelihood: "classification" or "regression", with which tuned() also chooses how predictions are made; or a key of
     LIKELIHOODS or an object of lw.likelihoods, which is taken at its word.
     structure: "auto", a key of STRUCTURES or an object.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -14,6 +15,21 @@ if TYPE_CHECKING:
 
 def described(la: Laplace) -> str:
     """In one line: likelihood, curvature, prior, and how they were found."""
+    told = facts(la)
+    return (
+        f"Laplace({told['likelihood']}; {told['curvature']}; {told['parameters']} parameters, {told['examples']} "
+        f"examples; prior {told['prior']}; {told['tuning']})"
+    )
+
+
+def html(la: Laplace) -> str:
+    """A table for a notebook."""
+    rows = "".join(f"<tr><th>{key}</th><td>{escape(value)}</td></tr>" for key, value in facts(la).items())
+    return f"<table><caption>Laplace</caption><tbody>{rows}</tbody></table>"
+
+
+def facts(la: Laplace) -> dict[str, str]:
+    """What there is to say, by name."""
     how = f"tuned by {la.tuning.method}" if la.tuning else "not tuned"
     how += f" at the {la.tuning.center}" if la.tuning and la.tuning.center else ""
     if la.center == "tangent" and not (la.tuning and la.tuning.center == "tangent"):
@@ -26,14 +42,17 @@ def described(la: Laplace) -> str:
     how += f"; {said}" if (said := unfit(known)) else ""
     values = [f"{k} {_range(v.reshape(-1))}" for k, v in la.prior.hyperparameters.items()]
     shown = ", ".join(values) or la.prior.kind
-    noise = "".join(f", {k}={_numbers(v)}" for k, v in la.likelihood.hyperparameters.items())
     shown += "" if la.temperature == 1.0 or la.calibration else f"; temperature {la.temperature:.3g}"
     shown += f"; {la.calibration}" if la.calibration else ""
-    return (
-        f"Laplace({la.likelihood.kind}{noise}; {la.state.structure}{la.captured[0]}, "
-        f"{la.state.factor} factor; "
-        f"{la.state.layout.size:,} parameters, {la.state.n:,} examples; prior {shown}; {how})"
-    )
+    noise = "".join(f", {k}={_numbers(v)}" for k, v in la.likelihood.hyperparameters.items())
+    return {
+        "likelihood": f"{la.likelihood.kind}{noise}",
+        "curvature": f"{la.state.structure}{la.captured[0]}, {la.state.factor} factor",
+        "parameters": f"{la.state.layout.size:,}",
+        "examples": f"{la.state.n:,}",
+        "prior": shown,
+        "tuning": how,
+    }
 
 
 def _range(values: Tensor) -> str:

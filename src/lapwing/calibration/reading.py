@@ -79,7 +79,7 @@ def read(
         some = slice(-n % step, None, step) if posterior.tangent.separable(x) else slice(None)
         n += len(y)
         if len(y[some]):
-            kept.append(_rows(posterior, rows_of(x, some), y[some]))
+            kept.append(_rows(posterior, likelihood, rows_of(x, some), y[some]))
         if features is not None:
             f = posterior.tangent(x).double()
             if f.ndim != 2 or f.shape[1] > WIDE:
@@ -104,13 +104,13 @@ def _symmetric_root(B: Tensor) -> Tensor:
 
 def _observed(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """What targets say of outputs, (n, c)."""
-    return likelihood.observations(f, y)[0].double()  # type: ignore[attr-defined]
+    return likelihood.observations(f, likelihood.aligned(f, y))[0].double()  # type: ignore[attr-defined]
 
 
-def _rows(posterior: Gaussian, x: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(posterior: Gaussian, likelihood: Likelihood, x: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """f (m, c), e (j, m, c) and y."""
     made = posterior.outputs(x)
-    return flat_outputs(made.mean).double(), _nodes(made), flat_targets(made.mean, y)
+    return flat_outputs(made.mean).double(), _nodes(made), flat_targets(likelihood, made.mean, y)
 
 
 def _nodes(made: Outputs) -> Tensor:

@@ -130,7 +130,13 @@ class Jacobian:
 
 
 @torch.inference_mode(False)
-def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_budget: int = BUDGET) -> Jacobian:
+def read(
+    state: State,
+    likelihood: Likelihood,
+    batches: Iterable[Any],
+    memory_budget: int = BUDGET,
+    progress: bool = False,
+) -> Jacobian:
     """The Jacobian of the data of the fit, by one pass; other data than those are an error."""
     if not likelihood.concave:
         raise Unsupported(
@@ -145,7 +151,7 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
     held, maker, ranks = False, None, loading.ranks_of(batches)
     inputs = fixed.no_sums()
     with ranks.sharing_errors("reading the data for the tangent map"):
-        for x, y in loading.passes(batches, tangent.device, label="tangent map"):
+        for x, y in loading.passes(batches, tangent.device, progress, "tangent map"):
             if maker is None:
                 maker = RowMaker(tangent, cover(tangent, x))
             inputs += fixed.input_sums(x, len(y))
@@ -165,7 +171,7 @@ def read(state: State, likelihood: Likelihood, batches: Iterable[Any], memory_bu
                 pieces = maker.rows(record, x, units(f), memory_budget // 8)
                 rows += [piece.reshape(-1, tangent.layout.size).to(torch.float64) for piece in pieces]
             fs.append(flat_outputs(f).to(torch.float64))
-            ys.append(flat_targets(f, y))
+            ys.append(flat_targets(likelihood, f, y))
             shapes.append(f.shape)
     mine = (fs[0][:0], ys[0][:0], held) if fs else None
     no_f, no_y, held = ranks.first(mine, "the shapes of outputs and targets")  # a rank without data has none

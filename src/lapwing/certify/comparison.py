@@ -128,7 +128,7 @@ def _trace(
     with reader.ranks.sharing_errors("the trace"):
         for x, y in reader.each("trace"):
             f = sums.forward(x)
-            root = likelihood.scaled_root(flat_outputs(f), flat_targets(f, y))  # (m, c, q)
+            root = likelihood.scaled_root(flat_outputs(f), flat_targets(likelihood, f, y))  # (m, c, q)
             signs = random_signs((k, len(root), root.shape[-1]), own_signs, root)
             u = torch.einsum("mcq,kmq->kmc", root, signs).reshape(k, *f.shape).transpose(0, 1)
             sums.observe(x, y, f, u, column)

@@ -76,7 +76,7 @@ def given(reader: Reader, x: Any, k: int, generator: torch.Generator) -> Inputs:
     """j = Σ_n J(x_n)ᵀu_n over inputs that a user gave, the same on every rank."""
     tangent = reader.state.tangent
     with reader.ranks.sharing_errors("reading the inputs"):
-        x = tree.map_tensors(lambda t: t.to(tangent.device), loading.inputs_of(x))
+        x = loading.network_inputs(x, tangent.device)
         loading.check_finite(x, "the inputs")
         n = tree.batch_size(x)
         if not n:

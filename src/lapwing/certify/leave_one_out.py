@@ -57,7 +57,7 @@ class Examples:
         tangent, out, left = self.state.tangent, {}, self.budget // 8  # numbers
         for place, (x, y) in self.held.items():
             f = tangent(x)
-            S = self.likelihood.scaled_root(flat_outputs(f), flat_targets(f, y))
+            S = self.likelihood.scaled_root(flat_outputs(f), flat_targets(self.likelihood, f, y))
             left -= len(S) * S.shape[-1] * tangent.layout.size
             if left < 0:
                 return None
@@ -205,7 +205,7 @@ def sizes_of(near: Gaussian, likelihood: Likelihood, x: Any, y: Tensor, budget: 
     made = push(near.precision, At(near.tangent, x, budget=budget, parts=near.parts))
     f, cov = made.mean, made.covariance
     cov = cov.reshape(-1, *cov.shape[-2:]).to(torch.float64)  # (n q, c, c)
-    S = likelihood.scaled_root(flat_outputs(f), flat_targets(f, y)).to(cov)
+    S = likelihood.scaled_root(flat_outputs(f), flat_targets(likelihood, f, y)).to(cov)
     leverage = torch.linalg.eigvalsh(S.mT @ cov @ S)[..., -1]
     size = cov.diagonal(dim1=-2, dim2=-1).sum(-1) / (1 - leverage).clamp(min=FLOOR)
     return size.reshape(len(f), -1).sum(-1)

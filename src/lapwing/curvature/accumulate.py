@@ -216,8 +216,7 @@ class Pass:
                     continue
                 f = accumulator.forward(x)
                 _check_outputs(f, y)
-                flat, targets = flat_outputs(f), flat_targets(f, y)
-                likelihood.validate(flat, targets)
+                flat, targets = check_targets(likelihood, f, y)
                 running.count(y, likelihood.statistics(flat, targets))
                 u, column = cotangents(factor, output_factor(factor, likelihood, flat, targets, own), len(f))
                 u = u.reshape(*u.shape[:2], *f.shape[1:]) if factor.kind != "hessian" else u
@@ -267,11 +266,21 @@ def flat_outputs(f: Tensor) -> Tensor:
     return f.reshape(-1, f.shape[-1]).to(torch.promote_types(f.dtype, torch.float32))
 
 
-def flat_targets(f: Tensor, y: Tensor) -> Tensor:
+def flat_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """Targets (n, ..., t) or (n, ...) with their positions flattened like the outputs'; shapes that do not fit are left
     for validate."""
-    q = f.ndim - 1
+    q, y = f.ndim - 1, likelihood.aligned(f, y)
     return y.reshape(-1, *y.shape[q:]) if y.shape[:q] == f.shape[:q] else y
+
+
+def check_targets(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and targets as rows, once the likelihood takes them; what targets that it refuses seem to be is said."""
+    flat, targets = flat_outputs(f), flat_targets(likelihood, f, y)
+    try:
+        likelihood.validate(flat, targets)
+    except InvalidValue as error:
+        raise InvalidValue(f"{error}{likelihood.target_hint(f, y)}") from error
+    return flat, targets
 
 
 def _check_outputs(f: Tensor, y: Any) -> None:

@@ -7,13 +7,12 @@ so the graph of one run is asked what the network ends with.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.tangent import TangentModel
 from lapwing.tangent.evaluating import evaluating
@@ -55,7 +54,7 @@ def check_applied(tangent: TangentModel, likelihood: Likelihood, f: Tensor, x: A
     if words and sure:
         raise InvalidValue(words)
     if words:
-        warnings.warn(words, LapwingWarning, stacklevel=6)
+        warn(words)
 
 
 def _sums_to_one(f: Tensor) -> bool:

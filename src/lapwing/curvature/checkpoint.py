@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from lapwing.curvature.mutable import check_like, check_objects, held, put_back
 from lapwing.curvature.parts import Part
 from lapwing.curvature.state import SAME, State
 from lapwing.distributed import Ranks
-from lapwing.errors import BrokenFile, InvalidValue, LapwingWarning
+from lapwing.errors import BrokenFile, InvalidValue, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.packing import Entries, Tensors, pack_plain, pack_tree, sound, unpack_plain, unpack_tree
 
@@ -151,11 +150,9 @@ class Journal:
                 f"or {ANEW}"
             )
         if header["machine"] != machine():
-            warnings.warn(
+            warn(
                 f"{self.place.path} was written with {header['machine']} and this is {machine()}: sums are the same to "
                 "rounding, but not to the last bit",
-                LapwingWarning,
-                stacklevel=5,
             )
 
     @property

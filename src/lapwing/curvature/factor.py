@@ -32,7 +32,7 @@ class Factor:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InvalidValue(f"factor must be one of {KINDS}, got {self.kind!r}")
+            raise InvalidValue(f"factor must be one of {KINDS}, got {self.kind!r}{given.near(self.kind, KINDS)}")
         given.whole(self.samples, "the number of samples of a monte_carlo factor", 1)
 
     def __str__(self) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import warnings
 
-from lapwing.errors import LapwingWarning
+from lapwing.errors import warn
 
 ASSUMED = 8 * 2**30  # bytes
 
@@ -17,11 +16,9 @@ def physical_memory() -> int:
     """Bytes of the machine's memory."""
     found = _posix() or _windows()
     if not found:
-        warnings.warn(
+        warn(
             f"this system does not tell how much memory it has; {ASSUMED / 2**30:.0f} GB are assumed, and what needs "
             "more is refused",
-            LapwingWarning,
-            stacklevel=3,
         )
     return found or ASSUMED
 

@@ -11,7 +11,6 @@ indefinite, beyond rounding.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from lapwing import tree
 from lapwing.curvature.checkpoint import digest
 from lapwing.curvature.state import Memo, State, sizes
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.likelihoods import Likelihood
 
 FEW = 4.0  # decimal digits; with fewer left, a warning
@@ -59,11 +58,9 @@ def without(whole: State, part: State, likelihood: Likelihood | None = None) -> 
     left = replace(left, sums={key: _checked(key, whole, left) for key in left.sums})
     left = replace(left, lost=whole.lost + _cancelled(whole, left))
     if left.digits < FEW:
-        warnings.warn(
+        warn(
             f"{left.lost:.1f} decimal digits cancelled, and about {max(left.digits, 0):.1f} are left in the worst sum; "
             "fit again on the data that stay",
-            LapwingWarning,
-            stacklevel=4,
         )
     return left
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.curvature.accumulate import check_targets, flat_outputs, flat_targets
 from lapwing.curvature.applied import applied
 from lapwing.doctor.reading import Excerpt
 from lapwing.doctor.report import Finding, error, note, ok, warning
@@ -103,9 +103,9 @@ def _targets(likelihood: Likelihood, outputs: list[Tensor], sample: Excerpt) -> 
             )
             return
         try:
-            likelihood.validate(flat_outputs(f), flat_targets(f, y))
+            check_targets(likelihood, f, y)
         except LapwingError as refusal:
-            yield error(f"targets: {refusal}{likelihood.target_hint(f, y)}")
+            yield error(f"targets: {refusal}")
             return
     yield from _every_label(likelihood, outputs[0], sample)
 
@@ -114,7 +114,7 @@ def _every_label(likelihood: Likelihood, f: Tensor, sample: Excerpt) -> Iterator
     """Targets that lie in memory are held to the likelihood to the last, unless a collate function changes them."""
     few, every = sample.spread[0][1], sample.labels
     if every is not None and (every.dtype, every.shape[1:]) == (few.dtype, few.shape[1:]):
-        rows = flat_targets(f.new_empty(len(every), *f.shape[1:-1], 0), every)
+        rows = flat_targets(likelihood, f[:1].expand(len(every), *f.shape[1:]), every)
         try:
             likelihood.validate(flat_outputs(f)[:1].expand(len(rows), -1).to(every.device), rows)
         except LapwingError as refusal:

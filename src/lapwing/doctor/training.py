@@ -55,7 +55,7 @@ def slope(tangent: TangentModel, likelihood: Likelihood, batches: tuple[Batch, .
         grads, examples = torch.zeros_like(tangent.theta, dtype=torch.float64), 0
         for x, y in part:
             f = tangent(x)
-            rows, targets = flat_outputs(f), flat_targets(f, y)
+            rows, targets = flat_outputs(f), flat_targets(likelihood, f, y)
             pulled = tangent.vjp(x, likelihood.gradient(rows, targets).reshape(f.shape).to(f))
             grads += tangent.layout.flatten(pulled).double()
             total, examples = total + float(likelihood.log_prob(rows, targets).sum()), examples + len(y)
@@ -87,7 +87,7 @@ def gain(tangent: TangentModel, likelihood: Likelihood, found: Slope, decay: flo
     for x, y in found.parts[1]:
         with torch.no_grad(), evaluating(tangent.model), plain_kernels():
             raw, other = (tangent.apply(p, x) for p in (tangent.params, moved))
-        f, away, targets = flat_outputs(raw).double(), flat_outputs(other).double(), flat_targets(raw, y)
+        f, away, targets = flat_outputs(raw).double(), flat_outputs(other).double(), flat_targets(likelihood, raw, y)
         turned = likelihood.gradient(f, targets) - likelihood.gradient(away, targets)  # Λ (away − f), to first order
         bend += float(((away - f) * turned).sum()) / (step**2 * examples)
     return rise**2 / (2 * bend) if rise > 0 and bend > 0 else 0.0
@@ -144,7 +144,8 @@ def fit_checks(found: Slope) -> Iterator[Finding]:
 def _constant_fit(likelihood: Likelihood, sample: Excerpt) -> float | None:
     """The mean log-likelihood, an example, of the best prediction that ignores the input."""
     n = sum(len(y) for _, y in sample.spread)
-    y = torch.cat([y.reshape(-1, *y.shape[y.ndim - likelihood.event_of(y) :]) for _, y in sample.spread])
+    ys = [y.unsqueeze(-1) if y.ndim == likelihood.event_of(y) == 1 else y for _, y in sample.spread]
+    y = torch.cat([y.reshape(-1, *y.shape[y.ndim - likelihood.event_of(y) :]) for y in ys])
     f = likelihood.constant(y) if n >= ENOUGH else None
     if f is None:
         return None

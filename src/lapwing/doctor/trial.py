@@ -126,7 +126,7 @@ def gradient_seconds(tangent: TangentModel, likelihood: Likelihood, batch: Batch
     def plainly() -> Any:
         with torch.enable_grad():
             f = tangent.forward(twin, x)
-            value = likelihood.log_prob(flat_outputs(f), flat_targets(f, y)).sum()
+            value = likelihood.log_prob(flat_outputs(f), flat_targets(likelihood, f, y)).sum()
             return torch.autograd.grad(value, weights, allow_unused=True)
 
     try:
@@ -145,7 +145,7 @@ def jacobian_seconds(tangent: TangentModel, batch: Batch) -> tuple[float, float]
     """Of J v and of Jᵀu, for one example in a pass over batches like this one; reading them is not in it."""
     x, y = batch
     f = tangent(x)
-    flat, targets = flat_outputs(f).to(torch.float64), flat_targets(f, y)
+    flat, targets = flat_outputs(f).to(torch.float64), y.flatten(0, f.ndim - 2)
     times = 2
     jacobian = Jacobian(
         tangent, [batch] * times, flat.repeat(times, 1), torch.cat([targets] * times), (f.shape,) * times, None

@@ -24,7 +24,7 @@ from torch import Tensor
 from lapwing import given, registry
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.positive import Positive
-from lapwing.solvers.noise import Placed
+from lapwing.solvers.noise import Placed, standard_normal
 
 
 @dataclass(frozen=True)
@@ -155,11 +155,17 @@ class Likelihood:
 
     def rows(self, y: Tensor, m: int) -> Tensor:
         """Targets (n, ..., t), or labels (n, ...), as a row for each of m rows of outputs: (m, t) or (m,)."""
-        return y.reshape(m, *y.shape[y.ndim - self.event_of(y) :])
+        event = self.event_of(y)
+        return y.reshape(m, 1) if event == 1 and y.numel() == m else y.reshape(m, *y.shape[y.ndim - event :])
 
     def event_of(self, y: Tensor) -> int:
         """Dimensions of these targets that belong to one row of f."""
         return 1 if self.soft and y.is_floating_point() else self.event
+
+    def aligned(self, f: Tensor, y: Tensor) -> Tensor:
+        """Targets (n, ...) of one output (n, ..., 1) as (n, ..., 1), where each output has a target; else as given."""
+        lone = f.shape[-1] == 1 and y.shape == f.shape[:-1] and self.event_of(y) == 1
+        return y.unsqueeze(-1) if lone else y
 
     def kept(self, y: Tensor) -> Tensor | None:
         """Which examples of targets (n, ...) count for anything, (n,) bool; None where all do."""
@@ -383,13 +389,13 @@ def check_same_shape(f: Tensor, y: Tensor) -> None:
 
 def check_labels(f: Tensor, y: Tensor, classes: int, name: str) -> None:
     """One of 0, ..., classes − 1 for each row of outputs."""
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise InvalidValue(f"{name} targets must be integer class labels, got {y.dtype}; use y.long()")
     if y.shape != f.shape[:-1]:
         raise InvalidValue(
             f"targets of shape {tuple(y.shape)} do not match outputs {tuple(f.shape)}; "
             f"give labels of shape {tuple(f.shape[:-1])}"
         )
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise InvalidValue(f"{name} targets must be integer class labels, got {y.dtype}; use y.long()")
     if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
         raise InvalidValue(f"labels run from {int(y.min())} to {int(y.max())}, outside 0..{classes - 1}")
 
@@ -409,10 +415,3 @@ def check_finite(y: Tensor) -> None:
     """Raise if targets hold NaN or infinite values."""
     if not torch.isfinite(y).all():
         raise InvalidValue("the targets hold NaN or infinite values; clean the data before fitting")
-
-
-def standard_normal(like: Tensor, generator: torch.Generator | Placed) -> Tensor:
-    """Standard normal numbers of the shape, dtype and device of a tensor."""
-    if isinstance(generator, Placed):
-        return generator.normal(like)
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)

@@ -41,7 +41,9 @@ class Categorical(Likelihood):
 
     def target_hint(self, f: Tensor, y: Tensor) -> str:
         if y.shape == f.shape and bool(((y == 0) | (y == 1)).all()) and bool((y.sum(-1) == 1).all()):
-            return ". They are one-hot: give y.argmax(-1)"
+            return ". They are one-hot: give y.argmax(-1), or lw.likelihoods.SoftLabels() for probabilities"
+        if y.is_floating_point() and bool(y.isnan().any()):
+            return f". {int(y.isnan().sum())} of them are missing (NaN)"
         if y.is_floating_point() and not bool((y == y.round()).all()):
             return ". They look like regression targets: use likelihood='gaussian'"
         if not y.is_floating_point() and y.numel() and int(y.min()) == 1 and int(y.max()) == f.shape[-1]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import given
 from lapwing.errors import InvalidValue
-from lapwing.metrics.inputs import class_probs
+from lapwing.metrics.inputs import class_probs, of_arrays
 from lapwing.predictive import Prediction
+from lapwing.predictive.plot import axes_of
 
 BINS = 15
 
@@ -36,21 +36,25 @@ class Reliability:
         """The expected calibration error: Σ_bins count·|accuracy − confidence| over the count of all."""
         return float((self.count * (self.accuracy - self.confidence).abs()).sum() / self.count.sum())
 
-    def plot(self) -> Any:
-        """A figure of accuracy against confidence, over how many predictions are where (needs matplotlib)."""
-        figure = given.figure("reliability.plot()", figsize=(4, 4.6))
-        axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    def plot(self, ax: Any = None) -> Any:
+        """A figure of accuracy against confidence, over how many predictions are where (needs matplotlib). ax: axes to
+        draw in, one, or two for the counts too."""
+        several = ax is None or hasattr(ax, "flat") or isinstance(ax, (list, tuple))
+        axes, *below = axes_of(ax, "reliability.plot()", (4, 4.6), 1 + several, heights=(4, 1) if several else None)
         axes.plot([0, 1], [0, 1], "--", color="gray", lw=1, label="calibrated")
         confidence, accuracy, count = (t.cpu().numpy() for t in (self.confidence, self.accuracy, self.count))
         axes.plot(confidence, accuracy, "o-", color="#0072B2", label=f"ECE {self.ece:.3f}")
         axes.set_ylabel("accuracy")
         axes.legend()
-        below.bar(confidence, count, width=0.5 / BINS, color="#0072B2")
-        below.set_xlabel("confidence")
-        below.set_ylabel("count")
-        return figure
+        for counts in below:
+            counts.bar(confidence, count, width=0.5 / BINS, color="#0072B2")
+            counts.set_ylabel("count")
+            counts.set_xlim(axes.get_xlim())
+        (axes, *below)[-1].set_xlabel("confidence")
+        return axes.figure
 
 
+@of_arrays
 def reliability(predicted: Prediction | Tensor, y: Tensor, bins: int = BINS, *, adaptive: bool = False) -> Reliability:
     """Accuracy and confidence of the most probable class, by bins of confidence."""
     p, y = class_probs(predicted, y)
@@ -58,6 +62,7 @@ def reliability(predicted: Prediction | Tensor, y: Tensor, bins: int = BINS, *, 
     return _binned(confidence, label == y.flatten(), bins, adaptive)
 
 
+@of_arrays
 def ece(
     predicted: Prediction | Tensor, y: Tensor, bins: int = BINS, *, adaptive: bool = False, classwise: bool = False
 ) -> float:

@@ -7,17 +7,50 @@ vector        finite numbers (n,), one an example
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
+from lapwing.given import array
 from lapwing.predictive import Prediction
 
+F = TypeVar("F", bound=Callable[..., Any])
 Gaussians: TypeAlias = tuple[Tensor, Tensor]  # mean and standard deviation, both of y's shape
 Forecast: TypeAlias = Prediction | Gaussians | Tensor  # of real values: Gaussians, or draws (s, *y.shape)
 DRAWS = 1024  # of a prediction that has no closed form
+
+
+def of_arrays(metric: F) -> F:
+    """A metric of tensors for arrays, frames and lists too; targets (n, ...) of one output (n, ..., 1) are read as
+    (n, ..., 1)."""
+    signature = inspect.signature(metric)
+
+    @functools.wraps(metric)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = {name: _as_tensors(value) for name, value in signature.bind(*args, **kwargs).arguments.items()}
+        if isinstance(named.get("y"), Tensor) and "predicted" in named:
+            named["y"] = _aligned(named["predicted"], named["y"])
+        return metric(**named)
+
+    return run  # type: ignore[return-value]
+
+
+def _as_tensors(value: Any) -> Any:
+    return tuple(array(one) for one in value) if isinstance(value, tuple) else array(value)
+
+
+def _aligned(predicted: Any, y: Tensor) -> Tensor:
+    if isinstance(predicted, Prediction):
+        return predicted.likelihood.aligned(predicted.f_mean, y)
+    mean = predicted[0] if isinstance(predicted, tuple) and predicted else predicted
+    shape = tuple(mean.shape) if isinstance(mean, Tensor) else ()
+    lone = shape[-1:] == (1,) and tuple(y.shape) in (shape[:-1], shape[1:-1])  # of means, or of draws
+    return y.unsqueeze(-1) if lone else y
 
 
 def class_probs(predicted: Prediction | Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +181,7 @@ def tensor(values: Any, what: str) -> Tensor:
     if isinstance(values, Prediction):
         raise InvalidValue(f"{what} must be a tensor, got a Prediction; give one of its parts, such as its entropy")
     if not isinstance(values, Tensor):
-        raise InvalidValue(f"{what} must be a tensor, got {type(values).__name__}; use torch.as_tensor")
+        raise InvalidValue(f"{what} must be a tensor, an array or a list of numbers, got {type(values).__name__}")
     if not values.numel():
         raise InvalidValue(f"{what} are empty, of shape {tuple(values.shape)}; a metric needs at least one example")
     return values.detach()

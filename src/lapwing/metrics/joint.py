@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.metrics.inputs import DRAWS, class_probs, tensor
+from lapwing.metrics.inputs import DRAWS, class_probs, of_arrays, tensor
 from lapwing.metrics.scores import mean_or_each
 from lapwing.outputs import Normal
 from lapwing.predictive import Prediction
 
 
+@of_arrays
 def dyadic(log_probs: Tensor, kappa: int, tau: int | None = None, generator: torch.Generator | None = None) -> Tensor:
     """The joint log-likelihood of each set of κ anchors, from log p_s(y_i), (s, n), of S draws of one network.
 
@@ -61,6 +62,7 @@ def joint_log_likelihood(
     generator: torch.Generator | None = None,
     each: Literal[True],
 ) -> Tensor: ...
+@of_arrays
 def joint_log_likelihood(
     predicted: Prediction | Tensor,
     y: Tensor,

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import given
 from lapwing.errors import InvalidValue
-from lapwing.metrics.inputs import vector
+from lapwing.metrics.inputs import of_arrays, vector
+from lapwing.predictive.plot import axes_of
 
 
+@of_arrays
 def auroc(known: Tensor, unknown: Tensor) -> float:
     """0.5 if the score says nothing, 1 if it tells all unknown inputs from all known ones."""
     known, unknown = _scores(known, unknown)
@@ -30,6 +31,7 @@ def auroc(known: Tensor, unknown: Tensor) -> float:
     return float((below + at_or_below).double().mean() / (2 * len(known)))
 
 
+@of_arrays
 def fpr95(known: Tensor, unknown: Tensor) -> float:
     """Of unknown inputs, the share that passes where 95 % of known inputs do: 0.95 if the score says nothing."""
     known, unknown = _scores(known, unknown)
@@ -55,17 +57,17 @@ class SelectiveRisk:
         """The area under it: the mean risk over all coverages."""
         return float(self.risk.mean())
 
-    def plot(self) -> Any:
-        """A figure of risk against coverage (needs matplotlib)."""
-        figure = given.figure("selective_risk.plot()", figsize=(4.5, 3.5))
-        axes = figure.subplots()
+    def plot(self, ax: Any = None) -> Any:
+        """A figure of risk against coverage (needs matplotlib). ax: axes to draw in."""
+        (axes,) = axes_of(ax, "selective_risk.plot()", (4.5, 3.5))
         axes.plot(self.coverage.cpu().numpy(), self.risk.cpu().numpy(), color="#0072B2", label=f"AURC {self.aurc:.4f}")
         axes.set_xlabel("coverage: share of inputs answered")
         axes.set_ylabel("risk: mean loss of those answered")
         axes.legend()
-        return figure
+        return axes.figure
 
 
+@of_arrays
 def selective_risk(uncertainty: Tensor, loss: Tensor) -> SelectiveRisk:
     """Of a loss, such as `1 - accuracy(pred, y, each=True)`, by an uncertainty, such as `1 - pred.probs.amax(-1)`."""
     u, cost = vector(uncertainty, "the uncertainties"), vector(loss, "the losses")
@@ -78,6 +80,7 @@ def selective_risk(uncertainty: Tensor, loss: Tensor) -> SelectiveRisk:
     return SelectiveRisk(answered / len(u), level.repeat_interleave(count).cumsum(0) / answered)
 
 
+@of_arrays
 def aurc(uncertainty: Tensor, loss: Tensor) -> float:
     """The area under risk against coverage: low if losses are small, and large only where uncertainty is."""
     return selective_risk(uncertainty, loss).aurc

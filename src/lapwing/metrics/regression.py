@@ -4,6 +4,7 @@
                 Gaussian, z = (y − μ)/σ:   σ (z (2Φ(z) − 1) + 2φ(z) − 1/√π)
                 s draws, sorted:           mean|Y_i − y| − Σ_i (2i − s − 1) Y_i / (s (s − 1)),  unbiased
     interval    the quantiles (1 ± level)/2;  coverage: how often y lies within;  sharpness: how wide it is
+    RMSE        √ mean (E[Y] − y)²
     PIT         F(y), uniform if predictions are right; of draws, those below y and half of those at y; so of counts
 
 Outputs are scored one by one: `each=True` has the shape of y. A Prediction that is not Gaussian is scored by its
@@ -27,7 +28,16 @@ from torch import Tensor
 
 from lapwing.errors import NotConverged
 from lapwing.given import share
-from lapwing.metrics.inputs import Forecast, check_drawn, check_targets, no_nan, refuse_classes, response
+from lapwing.metrics.inputs import (
+    Forecast,
+    check_drawn,
+    check_targets,
+    finite,
+    no_nan,
+    of_arrays,
+    refuse_classes,
+    response,
+)
 from lapwing.metrics.scores import mean_or_each
 from lapwing.predictive import Prediction
 
@@ -42,6 +52,7 @@ SMALL = 1e-8  # share of the score that may be left in the tails
 def crps(predicted: Forecast, y: Tensor, *, each: Literal[False] = False) -> float: ...
 @overload
 def crps(predicted: Forecast, y: Tensor, *, each: Literal[True]) -> Tensor: ...
+@of_arrays
 def crps(predicted: Forecast, y: Tensor, *, each: bool = False) -> float | Tensor:
     """The continuous ranked probability score: the absolute error of a point forecast, for distributions."""
     if isinstance(predicted, Prediction) and not predicted.gaussian:
@@ -60,6 +71,7 @@ def crps(predicted: Forecast, y: Tensor, *, each: bool = False) -> float | Tenso
     return mean_or_each(away.abs().mean(0) - torch.tensordot(weight, away, 1), each)
 
 
+@of_arrays
 def pit(predicted: Forecast, y: Tensor) -> Tensor:
     """F(y) of each output, of y's shape."""
     if isinstance(predicted, Prediction) and not predicted.gaussian and predicted.has_cdf:
@@ -79,6 +91,7 @@ def _distribution(predicted: Prediction, y: Tensor) -> Tensor:
     return at - 0.5 * predicted.pmf(y) if predicted.likelihood.counts else at
 
 
+@of_arrays
 def interval(predicted: Forecast, level: float = 0.95) -> tuple[Tensor, Tensor]:
     """The central interval that should hold y with probability `level`: its ends, each of y's shape."""
     level = share(level, "the level of an interval")
@@ -99,6 +112,7 @@ def interval(predicted: Forecast, level: float = 0.95) -> tuple[Tensor, Tensor]:
 def coverage(predicted: Forecast, y: Tensor, level: float = 0.95, *, each: Literal[False] = False) -> float: ...
 @overload
 def coverage(predicted: Forecast, y: Tensor, level: float = 0.95, *, each: Literal[True]) -> Tensor: ...
+@of_arrays
 def coverage(predicted: Forecast, y: Tensor, level: float = 0.95, *, each: bool = False) -> float | Tensor:
     """How often y lies within the central interval: `level`, if error bars are right."""
     low, high = interval(predicted, level)
@@ -107,10 +121,27 @@ def coverage(predicted: Forecast, y: Tensor, level: float = 0.95, *, each: bool 
     return mean_or_each(((low <= y) & (y <= high)).double(), each)
 
 
+@of_arrays
 def sharpness(predicted: Forecast, level: float = 0.95) -> float:
     """The mean width of the central interval: the smaller the better, among predictions that cover as they say."""
     low, high = interval(predicted, level)
     return float((high - low).mean())
+
+
+@of_arrays
+def rmse(predicted: Forecast, y: Tensor) -> float:
+    """The root of the mean squared error of E[y], over all outputs: of a Prediction, of Gaussians (mean, std), of draws
+    (s, *y.shape), or of point predictions of y's shape."""
+    if isinstance(predicted, Prediction):
+        refuse_classes(predicted)
+        mean = predicted.mean
+    elif isinstance(predicted, tuple) or finite(predicted, "the predictions").shape != y.shape:
+        found = response(predicted, y)
+        mean = found[0] if isinstance(found, tuple) else found.mean(0)
+    else:
+        mean = predicted
+    check_targets(y, mean.shape)
+    return float((mean.detach().double() - y.to(mean).double()).square().mean().sqrt())
 
 
 def _quantile(ordered: Tensor, q: float) -> Tensor:

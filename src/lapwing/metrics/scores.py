@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.metrics.inputs import Forecast, class_probs, finite, no_nan, response, tensor
+from lapwing.metrics.inputs import Forecast, class_probs, finite, no_nan, of_arrays, response, tensor
 from lapwing.predictive import Prediction
 from lapwing.solvers.estimate import FEWEST, Estimate, mean_of
 
@@ -25,6 +25,7 @@ from lapwing.solvers.estimate import FEWEST, Estimate, mean_of
 def nll(predicted: Forecast, y: Tensor, *, each: Literal[False] = False) -> float: ...
 @overload
 def nll(predicted: Forecast, y: Tensor, *, each: Literal[True]) -> Tensor: ...
+@of_arrays
 def nll(predicted: Forecast, y: Tensor, *, each: bool = False) -> float | Tensor:
     """−log p(y) of a Prediction, of class probabilities, or of independent Gaussians (mean, std), each (n, ..., c)."""
     if isinstance(predicted, Prediction):
@@ -47,6 +48,7 @@ def nll(predicted: Forecast, y: Tensor, *, each: bool = False) -> float | Tensor
 def brier(predicted: Prediction | Tensor, y: Tensor, *, each: Literal[False] = False) -> float: ...
 @overload
 def brier(predicted: Prediction | Tensor, y: Tensor, *, each: Literal[True]) -> Tensor: ...
+@of_arrays
 def brier(predicted: Prediction | Tensor, y: Tensor, *, each: bool = False) -> float | Tensor:
     """Σ_c (p_c − 1[y = c])², from 0 to 2; twice (p − y)² for a binary label, which counts as two classes."""
     p, y = class_probs(predicted, y)
@@ -58,12 +60,14 @@ def brier(predicted: Prediction | Tensor, y: Tensor, *, each: bool = False) -> f
 def accuracy(predicted: Prediction | Tensor, y: Tensor, *, each: Literal[False] = False) -> float: ...
 @overload
 def accuracy(predicted: Prediction | Tensor, y: Tensor, *, each: Literal[True]) -> Tensor: ...
+@of_arrays
 def accuracy(predicted: Prediction | Tensor, y: Tensor, *, each: bool = False) -> float | Tensor:
     """1 where the most probable class is the label, else 0."""
     p, y = class_probs(predicted, y)
     return mean_or_each((p.argmax(-1) == y).double(), each)
 
 
+@of_arrays
 def paired(a: Tensor, b: Tensor) -> Estimate:
     """The mean of a − b over the same examples (n, ...), its standard error and 90 % interval."""
     if tensor(a, "the first scores").shape != tensor(b, "the second scores").shape or not a.ndim:

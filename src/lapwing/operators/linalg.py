@@ -27,14 +27,13 @@ float64: that is where factorizations need to be. A missing pair raises and name
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingWarning, NotPositiveDefinite, Unsupported
+from lapwing.errors import NotPositiveDefinite, Unsupported, warn
 from lapwing.solvers import Estimate
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, float]:
     if info.any():
         raise not_positive_definite(float(torch.linalg.eigvalsh(matrix.detach())[0]))
     message = f"a Cholesky factorization took a jitter of {jitter:.3g} on the diagonal"
-    warnings.warn(message, LapwingWarning, stacklevel=3)
+    warn(message)
     return factor, jitter
 
 

@@ -16,7 +16,6 @@ a group is kept, K = Σ_g K_g/d_g, so changing D costs no pass.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingWarning, Unsupported
+from lapwing.errors import Unsupported, warn
 from lapwing.operators import linalg
 from lapwing.operators.diagonal import Diagonal, shifted
 from lapwing.operators.memo import RowGrams
@@ -296,12 +295,10 @@ def _warn_canceled(var: Tensor, before: Tensor, m: int) -> None:
     rounding = DIGITS * m**0.5 * torch.finfo(var.dtype).eps * before
     lost = int((var < rounding).sum())
     if lost and bool((before > 0).any()):
-        warnings.warn(
+        warn(
             f"{lost} of {var.numel()} variances of outputs are below the rounding of what they are the difference of, "
             f"the prior's, {float(before.max()):.2g}, and the data's part of it: they have hardly a digit. Raise the "
             "prior precision, scale the inputs, or fit with lw.curvature.Full(form='primal')",
-            LapwingWarning,
-            stacklevel=3,
         )
 
 

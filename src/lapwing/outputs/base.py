@@ -8,7 +8,8 @@ their positions, N of them. Shapes: n inputs, c outputs, s draws.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +78,9 @@ class Outputs(Protocol):
 
     def __getitem__(self, index: slice) -> Outputs:
         """At some of the inputs."""
+
+    def followed_by(self, others: Sequence[Any]) -> Outputs:
+        """At these inputs and those of others of its kind, one after the other; each input by itself."""
 
 
 def check_finite(values: Tensor, what: str, do: str) -> None:

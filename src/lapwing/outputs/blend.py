@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -110,6 +111,11 @@ class Blend:
 
     def __getitem__(self, index: slice) -> Blend:
         return self._with(tuple(one[index] for one in self.members))
+
+    def followed_by(self, others: Sequence[Blend]) -> Blend:
+        """At more inputs, part by part."""
+        members = zip(*(one.members for one in (self, *others)), strict=True)
+        return self._with(tuple(first.followed_by(rest) for first, *rest in members))
 
     def __str__(self) -> str:
         return f"a mixture of {len(self.members)}"

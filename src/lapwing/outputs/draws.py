@@ -6,6 +6,7 @@ Var f = Σ_s w_s (f_s − μ)² / (1 − Σ_s w_s²)     about the draws' own me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -96,6 +97,12 @@ class Draws:
     def __getitem__(self, index: slice) -> Draws:
         known = None if self.known_mean is None else self.known_mean[index]
         return replace(self, values=self.values[:, index], known_mean=known)
+
+    def followed_by(self, others: Sequence[Draws]) -> Draws:
+        """At more inputs, of the same draws of weights."""
+        parts = [self, *others]
+        known = None if self.known_mean is None else torch.cat([part.mean for part in parts])
+        return replace(self, values=torch.cat([part.values for part in parts], 1), known_mean=known)
 
     def __str__(self) -> str:
         return f"{len(self.values)} draws"

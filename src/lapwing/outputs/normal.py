@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -84,6 +85,12 @@ class Normal:
         cov, axis = self.covariance[index], self.mean.ndim
         cov = cov.movedim(axis, 0)[index].movedim(0, axis) if self.joint else cov
         return replace(self, mean=self.mean[index], covariance=cov)
+
+    def followed_by(self, others: Sequence[Normal]) -> Normal:
+        """At more inputs, of as many samples; not joint."""
+        parts = [self, *others]
+        mean, cov = (torch.cat(found) for found in ([p.mean for p in parts], [p.covariance for p in parts]))
+        return replace(self, mean=mean, covariance=cov)
 
     def __str__(self) -> str:
         return ""

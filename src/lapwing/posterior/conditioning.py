@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapwing.curvature import State
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.posterior.gaussian import Gaussian
@@ -32,12 +31,10 @@ def placed(prior: Prior, state: State) -> Prior:
     dropped = out.counts_dropped()
     if dropped and not state.memo.said_dropped:
         state.memo.said_dropped = True
-        warnings.warn(
+        warn(
             f"the g-prior drops {sum(dropped.values())} of {state.layout.size} weights, on which no output depends "
             "over these data; they stay at their trained values without variance "
             f"(see la.coverage of {', '.join(dropped)})",
-            LapwingWarning,
-            stacklevel=4,
         )
     return out
 

@@ -19,12 +19,13 @@ from lapwing.curvature.capture import Capture
 from lapwing.curvature.cover import cover
 from lapwing.curvature.memory import physical_memory
 from lapwing.distributed import ALONE
-from lapwing.errors import InvalidValue
+from lapwing.errors import InvalidValue, Unsupported
 from lapwing.operators import linalg
 from lapwing.outputs import WIDE, Draws, Normal, Outputs
 from lapwing.posterior.base import check_inputs
-from lapwing.push import At, push
+from lapwing.push import At, graphed, push, pushed
 from lapwing.tangent import TangentModel
+from lapwing.tangent.graph import asked, graph_where_asked
 from lapwing.tree import Layout
 
 AT_ONCE = 8  # weight vectors drawn at a time
@@ -62,8 +63,7 @@ class Gaussian:
         """What the factorizations so far had to add to the diagonal (0 unless a warning said so)."""
         return linalg.jitter(self.precision)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @graph_where_asked
     def outputs(
         self,
         x: Any,
@@ -73,7 +73,8 @@ class Gaussian:
         samples: int = 64,
         generator: torch.Generator | None = None,
     ) -> Outputs:
-        """About f(x), or about h(x, v̄) where a center v̄ (p,) is given; samples: draws, of outputs that are many."""
+        """About f(x), or about h(x, v̄) where a center v̄ (p,) is given; samples: draws, of outputs that are many. With a
+        graph to inputs that require grad, if gradients are on."""
         samples, budget = given.whole(samples, "samples", 1), given.memory(self.memory_budget)
         ranks = getattr(self.precision, "ranks", ALONE)
         with ranks.sharing_errors("reading the inputs"):
@@ -81,17 +82,22 @@ class Gaussian:
         if not joint and not linalg.by_samples(self.precision) and _too_many(self.tangent, x):
             out: Outputs = self._drawn(x, samples, generator)
         else:
-            out = push(self.precision, At(self.tangent, x, joint, budget, self.parts))
+            way = graphed if asked(x) else push
+            out = way(self.precision, At(self.tangent, x, joint, budget, self.parts))
             out = _rounded(out) if isinstance(out, Normal) else out
         return out if center is None else out.moved(self._away(center, x))
 
     def _away(self, center: Tensor, x: Any) -> Tensor:
         """J(x)(v̄ − θ*)."""
-        away = (center - self.tangent.theta.to(center)).to(self.tangent.dtype)
-        return self.tangent.jvp(x, self.layout.unflatten(away)).detach()
+        return pushed(self.tangent, (center - self.tangent.theta.to(center)).unsqueeze(0), x)[1][0]
 
     def _drawn(self, x: Any, samples: int, generator: torch.Generator | None) -> Draws:
         """f + J z for draws z of the posterior about its mean: one jvp a draw, whatever the number of outputs."""
+        if asked(x):
+            raise Unsupported(
+                "so many outputs are predicted by draws, which keep no graph to the inputs; give inputs that require "
+                "no grad, or pick some outputs with forward="
+            )
         f = wide(self.tangent(x))
         size, limit = samples * f.numel() * f.element_size(), physical_memory() // 4
         if size > limit:

@@ -5,6 +5,7 @@ f(x) is f(x, θ_s) with probability w_s
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from lapwing.posterior.base import check_inputs, register
 from lapwing.posterior.gaussian import wide
 from lapwing.tangent import TangentModel
 from lapwing.tangent.evaluating import evaluating
+from lapwing.tangent.graph import asked, graph_where_asked, no_checkpoints
 from lapwing.tangent.kernels import plain_kernels
 
 
@@ -43,13 +45,12 @@ class Particles:
                 raise InvalidValue(f"{len(self.weights)} particles need as many log-weights, got {tuple(w.shape)}")
             object.__setattr__(self, "log_weight", torch.log_softmax(w, 0))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @graph_where_asked
     def outputs(self, x: Any, joint: bool = False) -> Draws:
         """The network's outputs at each particle."""
         check_inputs(x)
         tangent, weights = self.tangent, self.weights.to(self.tangent.dtype)
-        with evaluating(tangent.model), plain_kernels():
+        with evaluating(tangent.model), plain_kernels(), no_checkpoints() if asked(x) else nullcontext():
             values = torch.stack([wide(tangent.apply(tangent.layout.unflatten(w), x)) for w in weights])
         return Draws(values, joint=joint, log_weight=self.log_weight)
 

@@ -21,6 +21,7 @@ from lapwing.operators import linalg
 from lapwing.outputs import Normal
 from lapwing.posterior.base import check_inputs
 from lapwing.tangent import TangentModel
+from lapwing.tangent.graph import graph_where_asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +40,7 @@ class Process:
         eye = torch.eye(len(self.gram), dtype=self.gram.dtype, device=self.gram.device)
         return self.gram + self.prior_precision * eye
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @graph_where_asked
     def outputs(self, x: Any, joint: bool = False) -> Normal:
         """N(m(x), φ P⁻¹ φᵀ)."""
         check_inputs(x)

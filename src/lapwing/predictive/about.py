@@ -7,23 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lapwing.center import Center
 from lapwing.outputs import Outputs
+from lapwing.push import pushed
 from lapwing.tangent import TangentModel
+from lapwing.tangent.graph import graph_where_asked
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
+@graph_where_asked
 def about(made: Outputs, tangent: TangentModel, x: Any, center: Center) -> Outputs:
     """Outputs at x, which are about the network's, moved to the center's."""
-    if center.constant is None:
-        return made.moved(_pushed(tangent, x, center.vector - tangent.theta.to(center.vector)))
-    return made.moved(center.constant.to(made.mean) + _pushed(tangent, x, center.vector) - tangent(x).to(made.mean))
-
-
-def _pushed(tangent: TangentModel, x: Any, v: Tensor) -> Tensor:
-    """J(x) v, (n, ..., c)."""
-    return tangent.jvp(x, tangent.layout.unflatten(v.to(tangent.dtype))).detach()
+    v, c = center.vector, center.constant
+    f, away = pushed(tangent, (v - tangent.theta.to(v) if c is None else v).unsqueeze(0), x)
+    return made.moved(away[0] if c is None else c.to(made.mean) + away[0] - f.to(made.mean))

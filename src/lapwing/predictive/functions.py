@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import given, tree
-from lapwing.data import check_finite, inputs_of
+from lapwing import given
+from lapwing.data import check_finite, network_inputs
 from lapwing.posterior import Gaussian
 from lapwing.push import pushed
 from lapwing.tangent import TangentModel
+from lapwing.tangent.graph import graph_where_asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +30,9 @@ class FunctionSamples:
     tangent: TangentModel
     away: Tensor  # v̄ + z_k − θ*, (k, p)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @graph_where_asked
     def __call__(self, x: Any) -> Tensor:
-        inputs = tree.moved(inputs_of(x), self.tangent.device)
+        inputs = network_inputs(x, self.tangent.device)
         check_finite(inputs, "the inputs")
         f, moved = pushed(self.tangent, self.away, inputs)
         return f + moved

@@ -10,7 +10,6 @@ narrower than E[y | f]: then densities take a finer grid, which has the nodes of
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapwing.errors import LapwingWarning, Unsupported
+from lapwing.errors import Unsupported, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.outputs import Nodes, Outputs
 from lapwing.outputs.nodes import LEAST_NODES, fine
@@ -48,11 +47,9 @@ class Integral:
             index.append(rows)
             found.append(values(self.likelihood.at(kept.source), kept, rows))
         if lost:
-            warnings.warn(
+            warn(
                 f"up to {100 * lost:.2g} % of the draws of f are outside of what {self.likelihood.name} can take and "
                 "are left out; link='auto' does not draw",
-                LapwingWarning,
-                stacklevel=4,
             )
         out = torch.cat(found)[torch.cat(index).argsort()]
         return out.reshape(*self.outputs.mean.shape[:-1], *out.shape[1:])

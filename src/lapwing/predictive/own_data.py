@@ -8,7 +8,6 @@ nothing, the evidence picks a prior that is too weak, and the loss can be all th
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data import passes, ranks_of
-from lapwing.errors import LapwingWarning
+from lapwing.errors import warn
 from lapwing.likelihoods import Likelihood
 from lapwing.outputs import WIDE
 from lapwing.posterior import Gaussian
@@ -65,14 +64,12 @@ def unfit(nll: tuple[float, ...]) -> str:
     return f"predicts its own training data with an NLL of {nll[0]:.3g}, where the network has {nll[1]:.2g}"
 
 
-def warn_unfit(nll: tuple[float, ...], stacklevel: int) -> None:
+def warn_unfit(nll: tuple[float, ...]) -> None:
     """Say so, and what to call."""
     if words := unfit(nll):
-        warnings.warn(
+        warn(
             f"the posterior {words}: unless the network has memorized wrong labels, its prior is too weak (the "
             "evidence picks such priors for classifiers that fit their data closely), and predictions are not sure "
             "enough. With held-out data, call tuned(method='validation', data=...); without, fit with "
             "likelihood='classification', whose curvature does not vanish. la.check() has the figures",
-            LapwingWarning,
-            stacklevel=stacklevel + 1,
         )

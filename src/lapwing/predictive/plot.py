@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lapwing import given
 from lapwing.errors import InvalidValue, Unsupported
 
 if TYPE_CHECKING:
@@ -21,25 +22,32 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # t
 MOST = len(COLORS)  # curves in one picture
 
 
-def figure(prediction: Prediction, x: Any, data: Any, level: float) -> Any:
-    """A matplotlib figure over inputs x (n, 1) or (n, 2), with the data (X, y) if given."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Unsupported(
-            "prediction.plot() needs matplotlib, which is not installed; pip install 'lapwing[demo]'"
-        ) from error
+def figure(prediction: Prediction, x: Any, data: Any, level: float, ax: Any = None) -> Any:
+    """A matplotlib figure over inputs x (n, 1) or (n, 2), with the data (X, y) if given; or that of the axes ax."""
     x, dims = _inputs(prediction, x)
     if prediction.mean.shape[-1] > MOST:
         raise Unsupported(f"{prediction.mean.shape[-1]} outputs are too many for one picture; plot up to {MOST}")
     if data is not None:
-        data = tuple(torch.as_tensor(t).detach().cpu() for t in data)
+        data = tuple(torch.as_tensor(given.array(t)).detach().cpu() for t in data)
         data = (data[0].reshape(len(data[0]), -1), data[1])
-    return (_over_line if dims == 1 else _over_plane)(Figure, prediction, x, data, level)
+    return (_over_line if dims == 1 else _over_plane)(prediction, x, data, level, ax)
+
+
+def axes_of(
+    ax: Any, what: str, size: tuple[float, float], rows: int = 1, columns: int = 1, heights: Any = None
+) -> list[Any]:
+    """The axes that a user gave, one or a grid of them, as many as are needed; or those of a new figure."""
+    if ax is not None:
+        found = list(ax.flat) if hasattr(ax, "flat") else list(ax) if isinstance(ax, (list, tuple)) else [ax]
+        if len(found) != rows * columns or not all(hasattr(one, "plot") for one in found):
+            raise InvalidValue(f"{what} draws in {rows * columns} matplotlib axes, and ax= gives {len(found)} things")
+        return found
+    figure = given.figure(what, figsize=size)
+    return list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flat)
 
 
 def _inputs(prediction: Prediction, x: Any) -> tuple[Tensor, int]:
-    x = torch.as_tensor(x).detach().cpu().double()
+    x = torch.as_tensor(given.array(x)).detach().cpu().double()
     x = x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
     if prediction.mean.ndim != 2 or len(x) != len(prediction.mean) or x.shape[1] not in (1, 2):
         raise InvalidValue(
@@ -49,14 +57,13 @@ def _inputs(prediction: Prediction, x: Any) -> tuple[Tensor, int]:
     return x, x.shape[1]
 
 
-def _over_line(Figure: Any, prediction: Prediction, x: Tensor, data: Any, level: float) -> Any:
+def _over_line(prediction: Prediction, x: Tensor, data: Any, level: float, ax: Any) -> Any:
     order = x[:, 0].argsort()
     at, classes = x[order, 0].numpy(), prediction.likelihood.classes
     z = float(torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=torch.float64)))
     low, high = (t.detach().cpu()[order] for t in prediction.interval(level))
     mean, spread = prediction.mean.detach().cpu()[order], z * prediction.epistemic.detach().cpu()[order].sqrt()
-    picture = Figure(figsize=(6.4, 3.8), layout="constrained")
-    axes = picture.subplots()
+    (axes,) = axes_of(ax, "prediction.plot()", (6.4, 3.8))
     for j, color in zip(range(mean.shape[-1]), COLORS, strict=False):
         which = f" {j}" if mean.shape[-1] > 1 else ""
         axes.plot(at, mean[:, j], color=color, lw=1.6, label=("p of class" if classes else "mean") + which)
@@ -75,26 +82,25 @@ def _over_line(Figure: Any, prediction: Prediction, x: Tensor, data: Any, level:
     axes.set_xlabel("x")
     axes.set_ylabel(f"probability, {100 * level:g} % over the posterior" if classes else "y")
     axes.legend(fontsize="small")
-    return picture
+    return axes.figure
 
 
-def _over_plane(Figure: Any, prediction: Prediction, x: Tensor, data: Any, level: float) -> Any:
+def _over_plane(prediction: Prediction, x: Tensor, data: Any, level: float, ax: Any) -> Any:
     if len(x) < 3:
         raise InvalidValue(f"a picture over the plane needs at least 3 inputs, got {len(x)}")
     panels = _panels(prediction)
     rows, columns = len(panels), len(panels[0])
-    picture = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained")
-    grid = picture.subplots(rows, columns, squeeze=False)
-    for axes, (title, values) in zip(grid.flat, [panel for row in panels for panel in row], strict=True):
+    grid = axes_of(ax, "prediction.plot()", (4.2 * columns, 3.4 * rows), rows, columns)
+    for axes, (title, values) in zip(grid, [panel for row in panels for panel in row], strict=True):
         shown = axes.tripcolor(x[:, 0], x[:, 1], values.detach().cpu(), shading="gouraud")
-        picture.colorbar(shown, ax=axes)
+        axes.figure.colorbar(shown, ax=axes)
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel("x₁")
         axes.set_ylabel("x₂")
         if data is not None:
             first = data[1].reshape(len(data[1]), -1)[:, 0]
             axes.scatter(*data[0][:, :2].T, c=first, s=8, cmap="coolwarm", edgecolors="black", linewidths=0.3)
-    return picture
+    return grid[0].figure
 
 
 def _panels(prediction: Prediction) -> list[list[tuple[str, Tensor]]]:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.data import network_inputs
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Gaussian, Particles
 from lapwing.predictive.prediction import Prediction
+from lapwing.tangent.graph import graph_where_asked
 
 
-@torch.inference_mode(False)
+@graph_where_asked
 def predict(
     posterior: Gaussian,
     likelihood: Likelihood,
@@ -33,7 +35,7 @@ def predict(
     memory_budget: int | None = None,
 ) -> Prediction:
     """Predict at x, about f(x), or about h(x, v̄) = f(x) + J(x)(v̄ − θ*) where a center v̄ (p,) is given."""
-    likelihood = likelihood.predictive
+    likelihood, x = likelihood.predictive, network_inputs(x, posterior.tangent.device)
     if memory_budget is not None:
         posterior = replace(posterior, memory_budget=memory_budget)
     if via == "tangent":

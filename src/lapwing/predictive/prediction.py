@@ -42,10 +42,11 @@ class Prediction:
     likelihood: Likelihood
     outputs: Outputs
     link: str = "auto"
+    index: Any = None  # of the frame that inputs came in
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
-            raise InvalidValue(f"link must be one of {LINKS}, got {self.link!r}")
+            raise InvalidValue(f"link must be one of {LINKS}, got {self.link!r}{given.near(self.link, LINKS)}")
         if isinstance(self.likelihood, Several) and len(self.likelihood) != self.outputs.sources:
             raise InvalidValue(f"{len(self.likelihood)} likelihoods for {self.outputs.sources} sources of outputs")
         if self.drawn and self.link not in ("auto", "monte_carlo"):
@@ -63,7 +64,7 @@ class Prediction:
         """The prediction at some of its inputs."""
         if not isinstance(index, slice):
             raise InvalidValue(f"a prediction is cut by a slice of its inputs, such as [:5], got {index!r}")
-        return replace(self, outputs=self.outputs[index])
+        return replace(self, outputs=self.outputs[index], index=None if self.index is None else self.index[index])
 
     # -- outputs f ------------------------------------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ class Prediction:
     def cdf(self, y: Tensor) -> Tensor:
         """P(target ≤ y) of each target by itself, (n, ..., t)."""
         self._check_ordered()
-        y = given.targets(y, self.f_mean.device)
+        y = self.likelihood.aligned(self.f_mean, given.targets(y, self.f_mean.device))
         if y.shape[:-1] != self.f_mean.shape[:-1] or y.ndim != self.f_mean.ndim:
             raise InvalidValue(f"cdf takes one y for each target, as log_prob does, got {tuple(y.shape)}")
         if self.gaussian:
@@ -218,7 +219,8 @@ class Prediction:
         """P(target = y) of each target by itself, (n, ..., t), for counts."""
         if not self.likelihood.counts:
             raise Unsupported(f"pmf is for counts; a {self.likelihood.name} prediction has log_prob")
-        return self._averaged(lambda one, f, y: one.pmf(f, y), y.to(self.f_mean.device))
+        y = self.likelihood.aligned(self.f_mean, given.targets(y, self.f_mean.device))
+        return self._averaged(lambda one, f, y: one.pmf(f, y), y)
 
     @property
     def has_cdf(self) -> bool:
@@ -253,8 +255,8 @@ class Prediction:
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of each input, (n, ...); of all inputs together, 0-dim, if the prediction is joint."""
-        y = given.targets(y, self.f_mean.device)
-        targets = flat_targets(self.f_mean, y)
+        y = self.likelihood.aligned(self.f_mean, given.targets(y, self.f_mean.device))
+        targets = flat_targets(self.likelihood, self.f_mean, y)
         self.likelihood.validate(self._means_inside(), targets)
         if len(self._parts) > 1:
             return torch.logsumexp(torch.stack([w + part.log_prob(y).double() for w, part in self._parts]), 0)
@@ -278,9 +280,15 @@ class Prediction:
         """Mean, std and their parts as NumPy arrays, by name; entropies too for classes."""
         return show.to_numpy(self)
 
-    def plot(self, x: Any, data: Any = None, level: float = 0.95) -> Any:
-        """A matplotlib figure over inputs x (n, 1) or (n, 2): both kinds of band, and the data (X, y) if given."""
-        return plot.figure(self, x, data, level)
+    def to_frame(self) -> Any:
+        """The same as a pandas frame, a row an input, under the index of the frame that inputs came in; name_0, name_1,
+        ... where outputs are several."""
+        return show.to_frame(self)
+
+    def plot(self, x: Any, data: Any = None, level: float = 0.95, ax: Any = None) -> Any:
+        """A matplotlib figure over inputs x (n, 1) or (n, 2): both kinds of band, and the data (X, y) if given. ax:
+        axes to draw in, over (n, 2) one for each panel."""
+        return plot.figure(self, x, data, level, ax)
 
     def __repr__(self) -> str:
         return show.text(self)
@@ -374,13 +382,14 @@ class Prediction:
         if isinstance(self.outputs, Normal):
             inside = self.likelihood.inside(self.outputs.points()).flatten(1).all(1)
             c, d = self.f_mean.shape[-1], self.f_mean.numel()
-            mean, cov, targets = self.f_mean.reshape(-1, c), self.covariance.reshape(d, d), flat_targets(self.f_mean, y)
+            mean, cov = self.f_mean.reshape(-1, c), self.covariance.reshape(d, d)
+            targets = flat_targets(self.likelihood, self.f_mean, y)
             return together.log_density(self.likelihood.log_prob, mean, cov, targets) - inside.double().mean().log()
         rows = torch.arange(self.f_mean[..., 0].numel(), device=self.f_mean.device)
         draws = self.outputs.nodes(rows, None)  # (s, N, c), of equal weights at all rows
         inside = self.likelihood.inside(draws.f).all(1)
         log_weight = torch.where(inside, draws.log_weight[:, 0], -math.inf)
-        targets = flat_targets(self.f_mean, y)
+        targets = flat_targets(self.likelihood, self.f_mean, y)
         each = self.likelihood.at(draws.source).log_prob(draws.f, targets.expand(len(draws.f), *targets.shape)).sum(1)
         each = torch.where(inside, each, -math.inf)
         return torch.logsumexp(each + log_weight, 0) - torch.logsumexp(log_weight, 0)

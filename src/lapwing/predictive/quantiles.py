@@ -3,7 +3,7 @@
     F(y) = Σ_s w_s F(y | f_s),   quantile(q) = the least y with F(y) ≥ q
 
 F is known through the likelihood's own distribution function; its inverse is found within brackets, among integers for
-counts. Nodes f_s (s, n, c), targets y (n, t). Chandrupatla 1997.
+counts. Nodes f_s (s, n, c), targets y (n, t). Chandrupatla 1997. Where f has a graph, so has the quantile, of F(y) = q.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lapwing.errors import NotConverged
+from lapwing.errors import NotConverged, Unsupported
 from lapwing.likelihoods import Likelihood
 from lapwing.outputs import Nodes
 
@@ -36,16 +36,33 @@ def _quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
         assert each is not None
         return nodes.average(each)
 
-    first, mean = likelihood.distinct[0], nodes.average(nodes.f)
-    some = first.sample(mean.expand(FEW, *mean.shape), torch.Generator().manual_seed(0))
-    center, width = some.median(0).values, some.amax(0) - some.amin(0)
-    if likelihood.counts:
-        return _least_integer(F, q, torch.zeros_like(center))
-    return _inverse(F, q, center, torch.where(width > 0, width, 1 + center.abs()))
+    with torch.no_grad():
+        first, mean = likelihood.distinct[0], nodes.average(nodes.f)
+        some = first.sample(mean.expand(FEW, *mean.shape), torch.Generator().manual_seed(0))
+        center, width = some.median(0).values, some.amax(0) - some.amin(0)
+        if likelihood.counts:
+            return _least_integer(F, q, torch.zeros_like(center))
+        found = _inverse(F, q, center, torch.where(width > 0, width, 1 + center.abs()))
+    return _with_graph(F, q, found) if nodes.f.requires_grad and torch.is_grad_enabled() else found
+
+
+def _with_graph(F: Callable[[Tensor], Tensor], q: float, y: Tensor) -> Tensor:
+    """A quantile y as a function of what F depends on: F(y) = q, so dy = −dF / F'(y). Each Newton step from a constant
+    y doubles the derivatives that are right; two have the first and the second."""
+    for _ in range(2):
+        at = y if y.requires_grad else y.detach().requires_grad_()
+        (density,) = torch.autograd.grad(F(at).sum(), at, create_graph=True)
+        y = y - (F(y) - q) / density
+    return y
 
 
 def sample_quantile(likelihood: Likelihood, nodes: Nodes, q: float) -> Tensor:
     """The same from draws of y at the nodes."""
+    if nodes.f.requires_grad and torch.is_grad_enabled():
+        raise Unsupported(
+            f"{likelihood.name} has no distribution function, so its quantiles are those of draws, which have no "
+            "gradient in the inputs; read them under torch.no_grad()"
+        )
     generator = torch.Generator().manual_seed(0)
     y, order = torch.cat([likelihood.sample(nodes.f, generator).double() for _ in range(REPEATS)]).sort(0)
     w = nodes.log_weight.exp().expand(-1, y.shape[1]).repeat(REPEATS, 1).unsqueeze(-1) / REPEATS

@@ -25,6 +25,22 @@ def to_numpy(prediction: Prediction) -> dict[str, Any]:
     return {name: values.detach().cpu().numpy() for name, values in found.items() if values is not None}
 
 
+def to_frame(prediction: Prediction) -> Any:
+    """Of `to_numpy`, with a column for each output."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise Unsupported(
+            "prediction.to_frame() needs pandas, which is not installed; pip install pandas, or use to_numpy()"
+        ) from error
+    columns: dict[str, Any] = {}
+    for name, values in to_numpy(prediction).items():
+        flat = values.reshape(len(values), -1)
+        several = flat.shape[1] > 1
+        columns |= {f"{name}_{j}" if several else name: flat[:, j] for j in range(flat.shape[1])}
+    return pandas.DataFrame(columns, index=prediction.index)
+
+
 def text(prediction: Prediction) -> str:
     """A table for a terminal."""
     columns, rows = _table(prediction)

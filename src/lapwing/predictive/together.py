@@ -12,14 +12,13 @@ exact for Gaussian noise, whatever the draws e_s. Shapes: N inputs with their po
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.func import grad, hessian, vmap
 
-from lapwing.errors import LapwingWarning, NotConverged
+from lapwing.errors import NotConverged, warn
 from lapwing.outputs.points import DRAWS, psd_root, quasi_normal
 
 NEWTON_STEPS, HALVINGS = 100, 40
@@ -42,11 +41,9 @@ def log_density(log_prob: Callable[[Tensor, Tensor], Tensor], mean: Tensor, cov:
     log_weight = psi(draws) + 0.5 * e.square().sum(-1)
     worth = float(torch.exp(2 * torch.logsumexp(log_weight, 0) - torch.logsumexp(2 * log_weight, 0)))
     if worth < FEWEST:
-        warnings.warn(
+        warn(
             f"the joint density of {len(mean)} inputs rests on {worth:.1f} of {DRAWS} draws' worth of weight; it is "
             "rough: ask for fewer inputs together",
-            LapwingWarning,
-            stacklevel=4,
         )
     return torch.logsumexp(log_weight, 0) - math.log(DRAWS) - C.diagonal().log().sum()
 

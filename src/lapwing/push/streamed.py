@@ -20,9 +20,11 @@ from lapwing.curvature.products import at_once, pieces
 from lapwing.errors import InvalidValue
 from lapwing.operators import Streamed
 from lapwing.outputs import WIDE, Draws, Normal, Outputs
+from lapwing.push.graph import covariance, pushed_with_graph
 from lapwing.push.runs import At
 from lapwing.push.verb import push
 from lapwing.tangent import TangentModel
+from lapwing.tangent.graph import asked
 
 
 @push.register
@@ -46,7 +48,9 @@ def _(precision: Streamed, at: At) -> Outputs:
 
 
 def pushed(tangent: TangentModel, z: Tensor, x: Any) -> tuple[Tensor, Tensor]:
-    """f (n, ..., c) and J z (k, n, ..., c), in float32 or better."""
+    """f (n, ..., c) and J z (k, n, ..., c), in float32 or better; with a graph to x where one is asked for."""
+    if asked(x):
+        return pushed_with_graph(tangent, z, x)
     fs, aways = [], []
     for piece in _pieces(tangent, x, len(z)):
         made = [tangent.jvps(piece, some) for some in z.split(at_once(tangent))] if len(z) else []
@@ -64,11 +68,3 @@ def _pieces(tangent: TangentModel, x: Any, k: int) -> Iterator[Any]:
     index = torch.arange(tree.batch_size(x), device=tangent.device)
     for piece, _ in pieces(tangent, x, index, k):
         yield piece
-
-
-def covariance(away: Tensor, joint: bool) -> Tensor:
-    """(1/k) Σ_k a aᵀ for a (k, n, ..., c): (n, ..., c, c), or (n, ..., c, n, ..., c) if joint."""
-    if not joint:
-        return torch.einsum("k...a,k...b->...ab", away, away) / len(away)
-    flat = away.flatten(1)
-    return (flat.mT @ flat / len(away)).reshape(*away.shape[1:], *away.shape[1:])

@@ -86,7 +86,7 @@ class Target:
         tangent, likelihood = self.joint.tangent, self.joint.likelihood
         likelihood = likelihood.at_values(values) if values else likelihood
         f = tangent.apply(tangent.layout.unflatten(found.weights.to(tangent.dtype)), x)
-        fit = likelihood.log_prob(flat_outputs(f).double(), flat_targets(f, y)).sum()
+        fit = likelihood.log_prob(flat_outputs(f).double(), flat_targets(likelihood, f, y)).sum()
         part, times = share
         return (part * log_prob + times * fit) / self.temperature + part * log_jacobian
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import html
 import math
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from lapwing import given
 from lapwing.data import as_batches, passes
-from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
+from lapwing.errors import InvalidValue, Unsupported, warn
+from lapwing.predictive.plot import axes_of
 from lapwing.tree import layer_of
 
 
@@ -100,13 +99,15 @@ class Comparison:
         notes = "<br>".join(html.escape(note) for note in self._notes())
         return f"<table><thead>{top}</thead><tbody>{''.join(rows)}</tbody></table><p>{notes}</p>"
 
-    def plot(self) -> Any:
-        """A figure of the evidences, and of held-out NLL against them where there is one (needs matplotlib)."""
+    def plot(self, ax: Any = None) -> Any:
+        """A figure of the evidences, and of held-out NLL against them where there is one (needs matplotlib). ax: axes
+        to draw in, one for the evidences alone, or two."""
         if any(row.log_evidence is None for row in self.rows):
             raise Unsupported("comparison.plot() is of evidences, and some of these have none; plot their held-out NLL")
-        held = all(row.nll is not None for row in self.rows)
-        figure = given.figure("comparison.plot()", figsize=(10 if held else 5, 0.4 * len(self.rows) + 2))
-        axes = figure.subplots(1, 2 if held else 1, squeeze=False)[0]
+        several = ax is None or hasattr(ax, "flat") or isinstance(ax, (list, tuple))
+        held = several and all(row.nll is not None for row in self.rows)
+        size = 10 if held else 5, 0.4 * len(self.rows) + 2
+        axes = axes_of(ax, "comparison.plot()", size, 1, 2 if held else 1)
         axes[0].barh([r.name for r in self.rows], [r.difference or 0.0 for r in self.rows], color="#0072B2")
         axes[0].invert_yaxis()
         axes[0].set_xlabel("log evidence, difference to the best (nats)")
@@ -117,15 +118,18 @@ class Comparison:
                 axes[1].annotate(r.name, place, xytext=(4, 4), textcoords="offset points")
             axes[1].set_xlabel("log evidence")
             axes[1].set_ylabel("held-out negative log-likelihood, mean a point")
-        return figure
+        return axes[0].figure
 
 
 @torch.inference_mode(False)
-def compare(models: Mapping[str, Any], data: Any = None) -> Comparison:
+def compare(models: Mapping[str, Any] | Sequence[Any], data: Any = None) -> Comparison:
     """The evidence of each {name: fit}, its terms, and with held-out data (X, y) or a loader its NLL beside it. They
-    may be of any kind; where one has no evidence, they are compared by held-out data."""
+    may be of any kind; where one has no evidence, they are compared by held-out data. Those of a list are named by
+    their places, "0", "1", and so on."""
+    if isinstance(models, (list, tuple)):
+        models = {str(place): la for place, la in enumerate(models)}
     if not isinstance(models, Mapping) or not models:
-        raise InvalidValue(f"compare takes {{name: la}} with at least one model, got {type(models).__name__}")
+        raise InvalidValue(f"compare takes {{name: la}}, or a list, of at least one fit, got {type(models).__name__}")
     for name, la in models.items():
         if not hasattr(la, "log_evidence") or not hasattr(la, "predict"):
             raise InvalidValue(f"compare takes fits, such as lw.laplace makes; {name!r} is a {type(la).__name__}")
@@ -239,4 +243,4 @@ def _warn_mixed(models: Mapping[str, Any]) -> None:
     if any(la.targets is None for la in models.values()):
         said.append("a state does not say what its targets were, so that they are the same is taken on trust")
     for text in said:
-        warnings.warn(f"compare: {text}", LapwingWarning, stacklevel=3)
+        warn(f"compare: {text}")

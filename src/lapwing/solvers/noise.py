@@ -39,3 +39,10 @@ def generator_of(seed: int, column: int) -> torch.Generator:
     """A generator of a column's own."""
     key = mixed(mixed(torch.tensor(seed) * GOLDEN + 2) + torch.tensor(column + 1) * GOLDEN)
     return torch.Generator().manual_seed(int(unsigned_shift(key, 2)))
+
+
+def standard_normal(like: Tensor, generator: torch.Generator | Placed) -> Tensor:
+    """Standard normal numbers of the shape, dtype and device of a tensor."""
+    if isinstance(generator, Placed):
+        return generator.normal(like)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)

@@ -16,13 +16,27 @@ Forward = Callable[[nn.Module, Any], Tensor]
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """How inputs reach the model by default: a mapping as keywords, a tuple or list as positions; and what is taken of
-    its outputs: the logits, where it returns a mapping that has some (Hugging Face)."""
+    """How inputs reach the model by default: floating-point numbers in its dtype, a mapping as keywords, a tuple or
+    list as positions; and what is taken of its outputs: the logits, where it returns a mapping that has some (Hugging
+    Face)."""
+    inputs = _in_dtype_of(model, inputs)
     if isinstance(inputs, Mapping):
         out = model(**inputs)
     else:
         out = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
     return out["logits"] if isinstance(out, Mapping) and "logits" in out else out
+
+
+def _in_dtype_of(model: nn.Module, inputs: Any) -> Any:
+    """Floating-point inputs in the dtype of the network's weights, where they have one; integers, and inputs of a
+    network of mixed dtypes, are kept."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(dtypes) != 1:
+        return inputs
+    dtype = dtypes.pop()
+    if all(t.dtype == dtype or not t.is_floating_point() for t in tree.tensors(inputs)):
+        return inputs
+    return tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
 
 def unwrapped(model: Any) -> Any:

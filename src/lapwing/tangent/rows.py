@@ -7,7 +7,6 @@ one.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from lapwing import tree
-from lapwing.errors import LapwingWarning
+from lapwing.errors import warn
 from lapwing.tangent import proof
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import any_batching_rule, out_of_memory, plain_kernels
@@ -33,8 +32,8 @@ def units(f: Tensor) -> Tensor:
     return eye.expand(len(f), *eye.shape)
 
 
-def pulled(tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...]) -> Tensor:
-    """uᵀJ(x_n) for these parameters, by the first of the ways that runs and is right."""
+def pulled(tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...], graph: bool = False) -> Tensor:
+    """uᵀJ(x_n) for these parameters, by the first of the ways that runs and is right; graph: to be differentiated."""
     facts = tangent.facts
     with evaluating(tangent.model), plain_kernels():
         if facts.rows is None and not tangent.separable(x):
@@ -49,7 +48,8 @@ def pulled(tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...]) -> 
                     raise
                 cause = cause or str(error).splitlines()[0][:200]
             else:
-                prove = functools.partial(_proved, tangent, x, u, names, way, found)
+                plain = {n: t.detach() for n, t in found.items()}
+                prove = functools.partial(_proved, tangent, tree.detached(x), u, names, way, plain)
                 if proof.once(tangent, f"rows, {way}", (names, proof.shapes(x, u)), prove):
                     facts.rows = way
                     return torch.cat([found[n].reshape(*u.shape[:2], -1) for n in names], dim=-1)
@@ -57,7 +57,7 @@ def pulled(tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...]) -> 
         if facts.rows != "loop":
             warn_slow("cannot be batched over examples by torch.func.vmap", cause)
             facts.rows = "loop"
-        return one_by_one(tangent, x, u, names)
+        return one_by_one(tangent, x, u, names, graph)
 
 
 def _proved(
@@ -82,7 +82,7 @@ def _batched(tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...], w
         return vmap(pull_one, in_dims=(None, tree.batch_dims(x), 0))(moving, tree.plain(x), u)
 
 
-def one_by_one(tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...]) -> Tensor:
+def one_by_one(tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...], graph: bool = False) -> Tensor:
     """The same without batching over examples: one example a time, or, where inputs cannot be cut into
     examples (a graph), one cotangent of one example a time over the whole batch."""
     leaves = {n: tangent.params[n].detach().requires_grad_() for n in names}
@@ -93,13 +93,14 @@ def one_by_one(tangent: TangentModel, x: Any, u: Tensor, names: tuple[str, ...])
             f = tangent.apply(params, tree.rows_of(x, slice(i, i + 1)))[0] if whole is None else whole[i]
             grads: Any = [[None] * len(ends)] * len(cotangents)  # if this example does not use them
             if f.requires_grad:
-                grads = tangent.backward(params, functools.partial(_gradients, f, ends, cotangents))
+                grads = tangent.backward(params, functools.partial(_gradients, f, ends, cotangents, graph))
             out.append(torch.stack([_flat(gs, ends) for gs in grads]))
     return torch.stack(out)
 
 
-def _gradients(f: Tensor, ends: list[Tensor], cotangents: Tensor) -> list[Any]:
-    return [torch.autograd.grad(f, ends, u, retain_graph=True, allow_unused=True) for u in cotangents]
+def _gradients(f: Tensor, ends: list[Tensor], cotangents: Tensor, graph: bool) -> list[Any]:
+    kept: dict[str, Any] = {"retain_graph": True, "create_graph": graph, "allow_unused": True}
+    return [torch.autograd.grad(f, ends, u, **kept) for u in cotangents]
 
 
 def _flat(grads: Any, ends: list[Tensor]) -> Tensor:
@@ -108,8 +109,6 @@ def _flat(grads: Any, ends: list[Tensor]) -> Tensor:
 
 def warn_slow(what: str, cause: str) -> None:
     """That rows are made one example at a time, at the line that asked the tangent model for a product."""
-    warnings.warn(
+    warn(
         f"this network {what}, so Jacobian rows are made one example at a time, which is slow; the cause: {cause}",
-        LapwingWarning,
-        stacklevel=5,
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing import tree
+from lapwing import given, tree
 from lapwing.errors import InvalidValue
 from lapwing.tangent.calling import Forward, Swapped, compiled, naming_inputs
 from lapwing.tree import Layout
@@ -42,7 +42,7 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
     elif isinstance(subset, Sequence) and not isinstance(subset, str):
         chosen = _globs(subset, named)
     else:
-        raise no_subset(subset)
+        raise no_subset(subset, _meant(subset, named))
     bad = [name for name in chosen if not named[name].is_floating_point()]
     if bad:
         raise InvalidValue(f"parameters {bad} are not floating point; leave them out of the subset")
@@ -56,12 +56,20 @@ def select(model: nn.Module, subset: Any, example: Any, forward: Forward) -> Lay
     )
 
 
-def no_subset(given: Any) -> InvalidValue:
+def no_subset(found: Any, hint: str = "") -> InvalidValue:
     """The error that something says of no parameters whether they are selected."""
     return InvalidValue(
         "subset must be 'all', 'last_layer', a list of globs, {name: mask} or one bool vector; "
-        f"got {type(given).__name__} {given!r}"
+        f"got {type(found).__name__} {found!r}{hint}"
     )
+
+
+def _meant(subset: Any, named: Mapping[str, Tensor]) -> str:
+    if not isinstance(subset, str):
+        return ""
+    owner = any(name.startswith(f"{subset}.") for name in named)
+    found = f"{subset}.*" if owner else subset if tree.chosen(subset, named) else None
+    return f"; did you mean [{found!r}]?" if found else given.near(subset, ("all", "last_layer"))
 
 
 def trainable(model: nn.Module) -> Layout:
@@ -100,7 +108,9 @@ def _globs(patterns: Sequence[str], named: Mapping[str, Tensor]) -> dict[str, Te
         if not isinstance(pattern, str):
             raise InvalidValue(f"a subset is a list of globs over parameter names, got {pattern!r} in it")
         if not tree.chosen(pattern, named):
-            raise InvalidValue(f"subset pattern {pattern!r} matches no parameter; they are {list(named)}")
+            owner = any(name.startswith(f"{pattern}.") for name in named)
+            hint = f"; did you mean {pattern + '.*'!r}?" if owner else given.near(pattern, named)
+            raise InvalidValue(f"subset pattern {pattern!r} matches no parameter; they are {list(named)}{hint}")
     meant = {name for pattern in patterns for name in tree.chosen(pattern, named)}
     chosen: dict[str, Tensor | None] = {name: None for name in named if name in meant}
     if not chosen:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import given
 from lapwing.curvature import State
 from lapwing.evidence import effective_dimension, log_evidence
 from lapwing.likelihoods import Likelihood
+from lapwing.predictive.plot import axes_of
 from lapwing.priors import Prior
 
 SHOWN = 64  # groups that are kept by name; of more, quantiles
@@ -92,10 +92,10 @@ class History:
         cells = [[*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]] for row in rows]
         return "\n".join([*("  ".join(row).rstrip() for row in cells), "* the highest evidence"])
 
-    def plot(self) -> Any:
-        """A figure of evidence and fit, effective dimension and hyperparameters over epochs (needs matplotlib)."""
-        figure = given.figure("history.plot()", figsize=(11, 3.2))
-        fit, dimension, values = figure.subplots(1, 3)
+    def plot(self, ax: Any = None) -> Any:
+        """A figure of evidence and fit, effective dimension and hyperparameters over epochs (needs matplotlib). ax:
+        three axes to draw in."""
+        fit, dimension, values = axes_of(ax, "history.plot()", (11, 3.2), 1, 3)
         epochs = [r.epoch for r in self.records]
         fit.plot(epochs, [r.log_evidence for r in self.records], "o-", color="#0072B2", label="log evidence")
         fit.plot(epochs, [r.log_likelihood for r in self.records], "s--", color="#D55E00", label="log likelihood")
@@ -111,7 +111,7 @@ class History:
         fit.legend(frameon=False)
         if 0 < len(names) <= 10:
             values.legend(frameon=False, fontsize=7)
-        return figure
+        return fit.figure
 
 
 def _row(record: EvidenceRecord, best: bool) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ class TrainingLoss:
             raise InvalidValue(
                 f"loss takes a batch of outputs (n, ..., c) and its targets, got {tuple(f.shape)} and {tuple(y.shape)}"
             )
-        flat, targets = flat_outputs(f), flat_targets(f, y)
+        flat, targets = flat_outputs(f), flat_targets(self.likelihood, f, y)
         self.likelihood.validate(flat.detach(), targets)
         return self(self.model) - self.likelihood.log_prob(flat, targets).sum() / len(f)
 

@@ -20,7 +20,6 @@ deep learning. ICML 2021.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from lapwing import given
 from lapwing.api import Laplace, laplace
 from lapwing.data import as_batches
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.likelihoods import Likelihood
 from lapwing.priors import Gaussian
 from lapwing.training.climb import climb, finite, matched, move, shown, weights_beside
@@ -230,9 +229,7 @@ class OnlineEvidence:
     def _warn(self, at_bound: tuple[str, ...]) -> None:
         if at_bound and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{len(at_bound)} hyperparameters, {at_bound[0]} first, ended at a bound: the data do not determine "
                 "them; each record counts them in at_bound, and this is said once",
-                LapwingWarning,
-                stacklevel=3,
             )

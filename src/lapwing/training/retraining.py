@@ -11,7 +11,6 @@ D. MacKay. A practical Bayesian framework for backpropagation networks. Neural C
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from lapwing import given
 from lapwing.api import Laplace, laplace
 from lapwing.curvature import State
 from lapwing.data import as_batches
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.training.history import EvidenceRecord, History, recorded
 from lapwing.training.loss import TrainingLoss, begin
 from lapwing.tune.bounds import Box, at_values, box
@@ -72,11 +71,9 @@ def mackay(
         if gap <= tolerance:
             return la, History(tuple(records), converged=True)
         objective = _moved(objective, wanted)
-    warnings.warn(
+    warn(
         f"MacKay's updates did not settle to {tolerance:g} in {rounds} rounds; train longer in each, give more rounds, "
         "or a larger tolerance",
-        LapwingWarning,
-        stacklevel=2,
     )
     return la, History(tuple(records), converged=False)
 

@@ -11,7 +11,6 @@ A search that ends at a bound stops there, warns once, and says so in `at_bound`
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing.curvature import State
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.evidence import mean_curvature
 from lapwing.likelihoods import Likelihood
 from lapwing.priors import Prior
@@ -109,8 +108,4 @@ def warn_bound(at_bound: tuple[str, ...], why: str = "the data do not determine 
     """Warn of a search that ended at a bound, and name the first four."""
     if at_bound:
         shown = ", ".join(at_bound[:4]) + (f" and {len(at_bound) - 4} more" if len(at_bound) > 4 else "")
-        warnings.warn(
-            f"tuning stopped at a bound for {shown}: {why} (see la.tuning.at_bound)",
-            LapwingWarning,
-            stacklevel=5,
-        )
+        warn(f"tuning stopped at a bound for {shown}: {why} (see la.tuning.at_bound)")

@@ -20,6 +20,7 @@ from lapwing.priors import Gaussian
 from lapwing.tune.bounds import Box, Tuning, box, warn_bound
 from lapwing.tune.fixed_point import FASTEST, TOLERANCE, FixedPoint, Stride, residual_wanted
 from lapwing.tune.tracking import Tracker
+from lapwing.tune.watching import watched
 
 EM_STEPS = 100
 SHARE = 0.05  # of the standard error of γ̂, within which the fixed point is met
@@ -32,14 +33,16 @@ def em(
     fixed: tuple[str, ...] = (),
     tolerance: float = TOLERANCE,
     tracker: Tracker | None = None,
+    progress: bool = False,
 ) -> tuple[Gaussian, Likelihood, Tuning]:
     """The prior and likelihood of the fixed point, at the trained weights or at the v* of a tracker."""
     if not state.structure.streams:
         raise Unsupported(f"em takes traces from samples; structure '{state.structure}' has exact ones: use mackay")
     bounds = box(state, prior, likelihood, fixed)
     bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)
-    loop = FixedPoint(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
-    values, steps, settled = _run(loop, bounds, tracker, tolerance)
+    with watched(progress, "distance to the fixed point") as watch:
+        loop = FixedPoint(state, prior, likelihood, 1.0 if tracker is None else FASTEST, watch)
+        values, steps, settled = _run(loop, bounds, tracker, tolerance)
     at_bound = bounds.at_bound(values)
     warn_bound(at_bound)
     found = loop.at(values)
@@ -58,6 +61,7 @@ def _run(
             center = tracker.center(*now, residual_wanted(gap, tolerance))
             precise = center.residual <= max(tracker.tolerance, residual_wanted(0.0, tolerance), center.rounding)
         wanted, gap = loop.look(bounds, values, center)
+        loop.watch(gap)
         near = max(tolerance, SHARE * _relative_error(loop, now))
         if gap <= near and precise:
             return values, step, True

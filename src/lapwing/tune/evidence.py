@@ -20,6 +20,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.priors import Prior
 from lapwing.tune.bounds import EDGE, Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
+from lapwing.tune.watching import watched
 
 TOLERANCE = 1e-6  # of the gradient in log space, relative to the number of parameters and data
 LBFGS_STEPS = 200
@@ -27,7 +28,12 @@ SECANTS, CLOSE = 12, 1e-7  # steps towards a start, and how near, in log λ, is 
 
 
 def evidence(
-    state: State, prior: Prior, likelihood: Likelihood, fixed: tuple[str, ...] = (), tracker: Tracker | None = None
+    state: State,
+    prior: Prior,
+    likelihood: Likelihood,
+    fixed: tuple[str, ...] = (),
+    tracker: Tracker | None = None,
+    progress: bool = False,
 ) -> tuple[Prior, Likelihood, Tuning]:
     """The prior and likelihood that the evidence picks, at the trained weights or at the v* of a tracker, and how it
     went."""
@@ -61,9 +67,11 @@ def evidence(
             )
         (-value).backward()
         trace.append(float(value.detach()))
+        watch(trace[-1])
         return -value
 
-    optimizer.step(closure)
+    with watched(progress) as watch:
+        optimizer.step(closure)
     final = {key: value.detach() for key, value in _to_log(u, bounds).items()}
     slope = _slope(state, prior, likelihood, final, tracker)
     at_bound = bounds.at_bound(final)

@@ -23,6 +23,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.priors import Gaussian
 from lapwing.tune.bounds import Box, Tuning, at_values, box, warn_bound
 from lapwing.tune.tracking import Tracker
+from lapwing.tune.watching import Watch, unwatched, watched
 
 TOLERANCE = 1e-3
 FIXED_POINT_STEPS = 500
@@ -39,18 +40,20 @@ def mackay(
     fixed: tuple[str, ...] = (),
     tolerance: float = TOLERANCE,
     tracker: Tracker | None = None,
+    progress: bool = False,
 ) -> tuple[Gaussian, Likelihood, Tuning]:
     """Iterate to |γ_g − λ_g ‖v̄_g‖²| ≤ tolerance · max(1, γ_g), and σ to the same relative change; at the trained
     weights, or at the v* of a tracker."""
     bounds = box(state, prior, likelihood, fixed)
     bounds = bounds if tracker is None else tracker.started(bounds, prior, likelihood)
-    loop = FixedPoint(state, prior, likelihood, 1.0 if tracker is None else FASTEST)
-    if tracker is None:
-        values, trace, settled = loop.run(bounds, lambda *_: None, tolerance, FIXED_POINT_STEPS)
-    elif tracker.held:
-        values, trace, settled = loop.run(bounds, tracker.center, tolerance, FIXED_POINT_STEPS)
-    else:
-        values, trace, settled = _rounds(loop, bounds, tracker, tolerance)
+    with watched(progress) as watch:
+        loop = FixedPoint(state, prior, likelihood, 1.0 if tracker is None else FASTEST, watch)
+        if tracker is None:
+            values, trace, settled = loop.run(bounds, lambda *_: None, tolerance, FIXED_POINT_STEPS)
+        elif tracker.held:
+            values, trace, settled = loop.run(bounds, tracker.center, tolerance, FIXED_POINT_STEPS)
+        else:
+            values, trace, settled = _rounds(loop, bounds, tracker, tolerance)
     at_bound = bounds.at_bound(values)
     warn_bound(at_bound)
     found = at_values(prior, likelihood, values)
@@ -66,6 +69,7 @@ class FixedPoint:
     prior: Gaussian
     likelihood: Likelihood
     most: float  # the fastest pace
+    watch: Watch = unwatched  # called with the log evidence of each step
 
     def run(self, bounds: Box, center_of: Callable[..., Center | None], tolerance: float, steps: int) -> Outcome:
         """Log hyperparameters from the start of the bounds to their fixed point, the log evidence on the way, and
@@ -89,7 +93,9 @@ class FixedPoint:
     def value(self, values: dict[str, Tensor], center: Center | None) -> float:
         """The log evidence there."""
         with torch.no_grad():
-            return float(log_evidence(self.state, *self.at(values), center))
+            found = float(log_evidence(self.state, *self.at(values), center))
+        self.watch(found)
+        return found
 
     def look(self, bounds: Box, values: dict[str, Tensor], center: Center | None) -> tuple[dict[str, Tensor], float]:
         """Where the fixed point wants the hyperparameters, and how far that is."""

@@ -6,11 +6,9 @@ joint density rises all the way to w = 0, and training stops somewhere on the wa
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 
-from lapwing.errors import LapwingWarning
+from lapwing.errors import warn
 from lapwing.tangent import TangentModel
 from lapwing.tree import layer_of
 
@@ -32,9 +30,7 @@ def warn_no_mode(tangent: TangentModel) -> None:
     found = normalized_by(tangent)
     if found:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        warnings.warn(
+        warn(
             f"normalization layers ({shown}) leave the posterior without a mode, and the evidence at the trained "
             "weights is then biased; center='tangent' takes it at the mode of the tangent model",
-            LapwingWarning,
-            stacklevel=4,
         )

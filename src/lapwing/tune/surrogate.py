@@ -55,7 +55,7 @@ class Surrogate:
         with evaluating(self.tangent.model), plain_kernels():
             f = moved.apply(self.tangent.params, x)
             pushed = self._pushed(moved, eta, x, f)  # J z (r, n, ..., c)
-        flat, targets = flat_outputs(f), flat_targets(f, y)
+        flat, targets = flat_outputs(f), flat_targets(self.likelihood, f, y)
         S = self.likelihood.curvature_root(flat, targets)  # (m, c, k)
         columns = torch.einsum("mck,rmc->rmk", S, pushed.reshape(len(pushed), *flat.shape).to(S))
         weights = self.likelihood.curvature_weights("exact").to(flat.device)

@@ -34,6 +34,7 @@ from lapwing.posterior import condition, curvature
 from lapwing.predictive import Prediction, predict
 from lapwing.priors import Prior
 from lapwing.tune.bounds import EDGE, Tuning, warn_bound
+from lapwing.tune.watching import watched
 
 SPACING = math.log(10.0)  # of the grid
 TOLERANCE = 0.02  # nats of log c and log t
@@ -58,6 +59,7 @@ def validation(
     fixed: tuple[str, ...] = (),
     temperature: float = 1.0,
     memory_budget: int = BUDGET,
+    progress: bool = False,
 ) -> tuple[Prior, Likelihood, float, Tuning]:
     """The prior, likelihood and temperature that held-out data pick; `trace`: their mean log-likelihood, best yet."""
     noise, own = likelihood.deviation, tuple(prior.hyperparameters)
@@ -81,13 +83,15 @@ def validation(
             log_t, value = search(scored, *bounds_t, start)
             found = Best(value, log_c, log_t)
         evaluations.append(found)
+        watch(found.value)
         return found
 
-    if held and not tied:
-        at(0.0)
-    else:
-        low, high = (power * b for b in bounds_t) if tied else bounds_c
-        search(lambda log_c: at(log_c).value, low, high, 0.0)
+    with watched(progress, "held-out NLL") as watch:
+        if held and not tied:
+            at(0.0)
+        else:
+            low, high = (power * b for b in bounds_t) if tied else bounds_c
+            search(lambda log_c: at(log_c).value, low, high, 0.0)
     best = min(evaluations, key=lambda one: one.value)
     at_bound = _at_bound(best, bounds_c, bounds_t, () if held else own, () if other in fixed else (other,))
     narrow = max(best.log_c - bounds_c[1], bounds_t[0] - best.log_t) > -(TOLERANCE + EDGE)  # no error bars at all
