@@ -630,3 +630,26 @@ def test_rows_that_are_looked_at_come_from_all_of_the_data() -> None:
     assert reading.ROWS / 2 <= len(seen.y) <= reading.ROWS
     assert seen.y.bincount().min() > len(seen.y) // 5
     assert seen.n == 1300
+
+
+def test_a_mixture_of_calibrated_fits_is_of_their_predictions() -> None:
+    torch.manual_seed(1)
+    x, new = torch.randn(60, 3).double(), torch.randn(9, 3).double()
+    y = (x[:, 0] + 0.5 * torch.randn(60) > 0).long()
+    nets = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double() for _ in range(2)]
+    for net in nets:
+        net[2].weight.data *= 8
+    members = [lw.laplace(net, (x, y), "classification").tuned() for net in nets]
+    assert any(one.calibration is not None and one.calibration.choice.a < 1 for one in members)
+    expected = 0.25 * members[0].predict(new).probs + 0.75 * members[1].predict(new).probs
+    close(lw.mixture(members, weights=[1.0, 3.0]).predict(new).probs, expected, 1e-8)
+
+
+def test_a_mixture_of_regressions_keeps_their_processes() -> None:
+    torch.manual_seed(2)
+    x, new = torch.randn(40, 2).double(), torch.randn(7, 2).double()
+    y = x.sum(1, keepdim=True).sin()
+    nets = [nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double() for _ in range(2)]
+    members = [lw.laplace(net, (x, y), "regression").tuned() for net in nets]
+    expected = 0.5 * members[0].predict(new).mean + 0.5 * members[1].predict(new).mean
+    close(lw.mixture(members).predict(new).mean, expected, 1e-8)

@@ -22,6 +22,7 @@ from torch import Tensor
 from lapwing import files, given, io
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood, Several
+from lapwing.outputs import Blend
 from lapwing.posterior import Mixture, Posterior
 from lapwing.posterior.mixture import log_weights
 from lapwing.predictive import Prediction
@@ -176,9 +177,9 @@ class Blended(Shell):
         """Predict with error bars, each member under its own noise."""
 
         def one(inputs: Any) -> Prediction:
-            made = self.posterior.outputs(inputs, joint)
-            own = Several.of([one.likelihood.plain for one in self.members], [one.sources for one in made.members])
-            return Prediction(own, made, link)
+            found = [member.predict(inputs, joint=joint).outputs for member in self.members]  # as each would by itself
+            own = Several.of([member.likelihood.plain for member in self.members], [one.sources for one in found])
+            return Prediction(own, Blend(tuple(found), self.log_weight), link)
 
         return predicted(one, self.tangent, x, joint, progress)
 

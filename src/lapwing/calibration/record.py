@@ -152,6 +152,7 @@ def pack(calibration: Calibration | None) -> tuple[dict[str, Tensor], dict[str, 
     if calibration.features is not None and calibration.labels is not None:
         tensors = {f"calibration.{name}": getattr(calibration.features, name) for name in ("center", "scale")}
         tensors |= {f"calibration.{name}": getattr(calibration.labels, name) for name in KEPT}
+        tensors["calibration.waves"] = calibration.features.fingerprint
     return tensors, {"calibration": {"choice": numbers, "n": calibration.n, "process": calibration.process}}
 
 
@@ -182,5 +183,8 @@ def unpack(entries: Entries, held: Tensors) -> Calibration | None:
     weights = held.finite("calibration.weights", (d, c), double)
     between, root = held.finite("calibration.between", (c, c), double), held.finite("calibration.root", (d, d), double)
     none = offset.new_zeros(0)  # of rows that are left out
-    labels = Regression(weights, offset, between, root, none, none, math.nan)
-    return Calibration(choice, n, InputFeatures(center, scale), labels)
+    labels, features = Regression(weights, offset, between, root, none, none, math.nan), InputFeatures(center, scale)
+    waves = held.finite("calibration.waves", (2,), double)
+    if not torch.allclose(waves, features.fingerprint, rtol=1e-9):
+        raise BrokenFile("its calibration is by other random features than this PyTorch makes of the same seed")
+    return Calibration(choice, n, features, labels)
