@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from lapwing import given, io, likelihoods, priors
-from lapwing.api import other_data, tuning, words
+from lapwing.api import filing, other_data, tuning, words
 from lapwing.api.choices import checked_center, checked_mean
 from lapwing.api.judging import Judged
 from lapwing.arguments import as_likelihood, as_prior, as_shard
-from lapwing.calibration import Calibration, pack
+from lapwing.calibration import Calibration
 from lapwing.center import Center, Jacobian, about_constant, check_gaussian, read, tangent_map
 from lapwing.curvature import BUDGET, State
 from lapwing.curvature.data_root import source
@@ -296,28 +296,7 @@ class Laplace(Judged):
 
     def packed(self, path: Any) -> io.Content:
         """What goes into a file: tensors and a header, which are seen to be such as could be read again."""
-        tensors, header = io.pack_state(self.state)
-        more, objects = io.pack_objects(self.prior, self.likelihood, self.tuning)
-        held = None if self.center == "map" else self.tangent_map if self.center == "tangent" else self.process_map
-        found, center = io.pack_center(held)
-        if self.streams:
-            samples, solved = io.pack_samples(self.spread.precision)
-            found, center = found | samples, center | solved
-        extra = {
-            "schema": io.SCHEMA,
-            "kind": "laplace",
-            "center": self.center,
-            "memory_budget": self.memory_budget,
-            "forward_hook": self.tangent.custom_forward,
-            "temperature": self.temperature,
-            "mean": self.mean,
-        }
-        chosen, calibration = pack(self.calibration)
-        aside, process = io.pack_center(self.process_at, "process")
-        tensors = tensors | more | found | chosen | aside
-        header = header | objects | center | extra | calibration | process
-        io.check_writable(tensors, header, path)
-        return tensors, header
+        return filing.packed(self, path)
 
     # -- in a terminal --------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods.base import Likelihood, check_same_shape
+from lapwing.likelihoods.base import Likelihood
+from lapwing.likelihoods.checks import check_same_shape
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods.base import Likelihood, check_labels, standard_normal
+from lapwing.likelihoods.base import Likelihood, standard_normal
+from lapwing.likelihoods.checks import check_labels
 from lapwing.solvers.noise import Placed
 
 NO_LABEL = torch.iinfo(torch.int64).min  # for F.cross_entropy, which would pass over −100 without a word

@@ -21,7 +21,8 @@ from torch import Tensor
 from lapwing import given
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import polarization
-from lapwing.likelihoods.base import Likelihood, check_real, standard_normal
+from lapwing.likelihoods.base import Likelihood, standard_normal
+from lapwing.likelihoods.checks import check_real
 from lapwing.likelihoods.gaussian import target_sums, target_variance
 
 LOW, HIGH = 1e-6, 1e3  # standard deviations, of those of the targets

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods.base import Likelihood, check_same_shape
+from lapwing.likelihoods.base import Likelihood
+from lapwing.likelihoods.checks import check_same_shape
 from lapwing.likelihoods.special import betainc
 
 

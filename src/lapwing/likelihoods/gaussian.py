@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods.base import Likelihood, check_deviation, check_real, standard_normal
+from lapwing.likelihoods.base import Likelihood, standard_normal
+from lapwing.likelihoods.checks import check_deviation, check_real
 
 ENOUGH_TARGETS = 32  # before whole values are odd
 FEW_VALUES = 10  # whole ones, that may be classes

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods.base import Likelihood, check_finite, standard_normal
+from lapwing.likelihoods.base import Likelihood, standard_normal
+from lapwing.likelihoods.checks import check_finite
 
 LOG_2PI = math.log(2 * math.pi)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods.base import Likelihood, check_finite
+from lapwing.likelihoods.base import Likelihood
+from lapwing.likelihoods.checks import check_finite
 
 UNKNOWN = "the noise at new inputs is not known; use mean, f_var, or log_prob(KnownNoise.pack(y, noise))"
 

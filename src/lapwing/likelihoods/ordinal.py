@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods.base import Likelihood, check_labels
+from lapwing.likelihoods.base import Likelihood
+from lapwing.likelihoods.checks import check_labels
 
 
 @dataclass(frozen=True)

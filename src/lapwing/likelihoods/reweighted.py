@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods.base import Likelihood, as_positive
+from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.checks import as_positive
 from lapwing.solvers.noise import Placed
 
 FACTS = (  # what a class says of itself, and one that wraps another says of that

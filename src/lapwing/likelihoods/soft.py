@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lapwing.errors import InvalidValue
-from lapwing.likelihoods.base import Likelihood, check_same_shape
+from lapwing.likelihoods.base import Likelihood
 from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.checks import check_same_shape
 
 SUM = 1e-4  # how far from 1 probabilities may add up
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods.base import Likelihood, check_deviation, check_real, standard_normal
+from lapwing.likelihoods.base import Likelihood, standard_normal
+from lapwing.likelihoods.checks import check_deviation, check_real
 from lapwing.likelihoods.special import student_tail
 
 
