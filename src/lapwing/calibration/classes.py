@@ -13,7 +13,8 @@ covariance under the posterior, m a ridge regression of the labels on features t
 2. s ≤ 1, the least of what the left-out loss prefers and of what costs a premium of PREMIUM nats.
 3. Where the data are few and the features foretell half of what the network says (R² of ℓ's mean): (a, b) of the least
    left-out loss, a in [FLOOR/T, 1], b in [0, MOST], if that is better by two standard errors.
-4. Elsewhere b = 0 and a = 1/T, or as far from 1 as what is left of the premium allows.
+4. Elsewhere b = 0. Where the data are few, a = 1/T, or as far from 1 as what is left of the premium allows; with many,
+   a = 1: the posterior is enough, and a temperature that the premium allows can be far too high.
 
 Where the inputs have no features, steps 2 and 4 are by the premium alone. A network that was trained to be modest
 (label smoothing: its entropy on training data is far above its loss there) has paid already: its premium is 0.
@@ -40,7 +41,7 @@ MOST = 12.0  # for b
 LEAST_SCALE = 2.0**-14  # for s, so that error bars do not vanish; it costs about 1e-5 nats
 MODEST = 0.25  # nats a row, by which a network may say less of its training data than it knows
 COOLEST = 8.0  # for T, by the premium
-FEW = 4000  # examples up to which labels are pooled: with more, networks outgrow fixed features
+FEW = 4000  # examples up to which labels are pooled, and logits cooled: with more, networks outgrow fixed features
 HALF = 0.5  # the least R²
 
 
@@ -107,13 +108,13 @@ def choose(rows: Rows) -> Choice:
     budget = rows.budget
     s = _largest(lambda s: rows.premium(s, 1.0), budget, LEAST_SCALE, 1.0)
     if rows.logits is None:
-        a = 1 / _largest(lambda T: rows.premium(s, 1 / T), budget, 1.0, COOLEST)
+        a = 1 / _coolest(rows, s, budget)
         return Choice(s, a, 0.0, rows.premium(s, a))
     T = 1 / _lowest(lambda a: float(rows.left_out(0.0, a, 0.0).mean()), 1 / 50, 1.0)
     scales = [LEAST_SCALE * 2**k for k in range(15)]
     s = min(s, min(scales, key=lambda s: float(rows.left_out(s, 1.0, 0.0).mean())))
     pooled = _pooled(rows, s, T) if rows.n <= FEW and rows.r2 >= HALF else None
-    a, b = pooled or (1 / min(T, _largest(lambda T: rows.premium(s, 1 / T), budget, 1.0, COOLEST)), 0.0)
+    a, b = pooled or (1 / min(T, _coolest(rows, s, budget)), 0.0)
     found = [float(rows.left_out(*some).mean()) for some in ((s, a, b), (0.0, 1.0, 0.0))]
     return Choice(s, a, b, rows.premium(s, a), rows.r2, T, *found)
 
@@ -125,6 +126,11 @@ def _pooled(rows: Rows, s: float, T: float) -> tuple[float, float] | None:
     a, b = at.tolist()
     gain = rows.left_out(s, 1.0, 0.0) - rows.left_out(s, a, b)
     return (a, b) if float(gain.mean()) > 2 * float(gain.std()) / math.sqrt(len(gain)) else None
+
+
+def _coolest(rows: Rows, s: float, budget: float) -> float:
+    """The temperature that is within the premium beside s; 1 where the data are many."""
+    return 1.0 if rows.n > FEW else _largest(lambda T: rows.premium(s, 1 / T), budget, 1.0, COOLEST)
 
 
 def _largest(cost: Callable[[float], float], budget: float, low: float, high: float) -> float:
