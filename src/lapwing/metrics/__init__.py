@@ -4,7 +4,9 @@
 of y (s, n, ...). Numbers are means over examples; `each=True` gives the examples' own, which `paired` compares.
 """
 
+from lapwing.metrics.agreement import agreement, total_variation
 from lapwing.metrics.calibration import Reliability, ece, reliability
+from lapwing.metrics.equivalent import ensemble_equivalent
 from lapwing.metrics.joint import dyadic, joint_log_likelihood
 from lapwing.metrics.ranking import SelectiveRisk, aurc, auroc, fpr95, selective_risk
 from lapwing.metrics.regression import coverage, crps, interval, pit, sharpness
@@ -14,6 +16,7 @@ __all__ = [
     "Reliability",
     "SelectiveRisk",
     "accuracy",
+    "agreement",
     "aurc",
     "auroc",
     "brier",
@@ -21,6 +24,7 @@ __all__ = [
     "crps",
     "dyadic",
     "ece",
+    "ensemble_equivalent",
     "fpr95",
     "interval",
     "joint_log_likelihood",
@@ -30,4 +34,5 @@ __all__ = [
     "reliability",
     "selective_risk",
     "sharpness",
+    "total_variation",
 ]
