@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import files, given, io
+from lapwing import files, given, io, selection
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood, Several
 from lapwing.outputs import Blend
@@ -116,8 +116,8 @@ class Fitted(Shell):
 
     posterior: Posterior
     likelihood: Likelihood
-    prior: Prior
-    n: int  # examples
+    prior: Prior | None  # None where the weights had none: an ensemble's, say
+    n: int  # examples; 0 where they were not told
     targets: int | None = None  # a digest of them, by which comparisons know them
     made: str = ""  # by what
 
@@ -140,9 +140,11 @@ class Fitted(Shell):
         return io.pack_fitted(self, path)
 
     def __repr__(self) -> str:
+        data = f", {self.n:,} examples" if self.n else ""
+        prior = "none" if self.prior is None else self.prior.kind
         return (
-            f"Fitted({self.likelihood.kind}; {self.posterior} by {self.made}; {self.tangent.layout.size:,} parameters, "
-            f"{self.n:,} examples; prior {self.prior.kind})"
+            f"Fitted({self.likelihood.kind}; {self.posterior} by {self.made}; {self.tangent.layout.size:,} parameters"
+            f"{data}; prior {prior})"
         )
 
 
@@ -192,12 +194,28 @@ class Blended(Shell):
         return f"Mixture({shown})"
 
 
-def mixture(members: Sequence[Shell], weights: Any = "uniform") -> Blended:
+def mixture(members: Sequence[Shell], weights: Any = "uniform", data: Any = None) -> Blended:
     """Several fits as one, each with its weight: fits of one network trained from several starts, say.
 
-    weights: "uniform", or a number for each, which need not sum to one. Their networks must have outputs of one
-    shape, and their likelihoods be of one kind; each keeps its own noise."""
+    weights: "uniform"; a number for each, which need not sum to one; "stacked", those that predict held-out data= best;
+    or "evidence", p(D | k)/Σ p(D | j), of fits that have one, of the same data. Log evidences differ by many nats, so
+    that nearly always leaves one member: it says which of them is true, not how to predict well. Their networks must
+    have outputs of one shape, and their likelihoods be of one kind; each keeps its own noise."""
     if not isinstance(members, Sequence) or not members or not all(isinstance(one, Shell) for one in members):
         raise InvalidValue(f"mixture takes a list of fits, such as lw.laplace gives, at least one; got {members!r}")
     Several.of([one.likelihood.plain for one in members], [1] * len(members))  # raises where they differ
-    return Blended(tuple(members), log_weights(weights, len(members)))
+    if (data is not None) != (isinstance(weights, str) and weights == "stacked"):
+        raise InvalidValue(f"weights='stacked' needs held-out data=, and nothing else reads them; got {weights!r}")
+    return Blended(tuple(members), _weighed(members, weights, data))
+
+
+def _weighed(members: Sequence[Shell], weights: Any, data: Any) -> Tensor:
+    """Log-weights (k,) that sum to one."""
+    if isinstance(weights, str) and weights == "stacked":
+        return selection.stacked(selection.held_out_densities(members, data)).log().cpu()
+    if isinstance(weights, str) and weights == "evidence":
+        with torch.no_grad():
+            evidences = torch.stack([one.log_evidence().double().cpu() for one in members])
+        selection.check_same({str(k): one for k, one in enumerate(members)})
+        return torch.log_softmax(evidences, 0)
+    return log_weights(weights, len(members))

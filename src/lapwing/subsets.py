@@ -12,6 +12,8 @@ order wins. k is a number of weights (an int) or a share of them (a float in (0,
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor, nn
 
@@ -67,7 +69,8 @@ def largest_variance(source: Laplace | Swag, k: int | float) -> dict[str, Tensor
 
 
 class Swag:
-    """The running mean and variance of each weight over snapshots of a training run: the diagonal of SWAG.
+    """The running mean and variance of each weight over snapshots of a training run: the diagonal of SWAG. With a rank,
+    also the last so many snapshots about the mean of those before them, which `lw.ensembles.swag` draws from.
 
     swag = lw.subsets.Swag(model)
     for epoch in ...:       # late in the run, at a constant rate
@@ -75,8 +78,9 @@ class Swag:
         swag.update()
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, rank: int = 0) -> None:
         self.model, self.layout, self.snapshots = model, trainable(model), 0
+        self._away: deque[Tensor] = deque(maxlen=given.whole(rank, "the rank"))
         weights = self.layout.gather(_weights(model, self.layout))
         self.mean = torch.zeros_like(weights, dtype=torch.float64)
         self._squares = torch.zeros_like(self.mean)  # Σ (θ − mean)²
@@ -92,12 +96,17 @@ class Swag:
         away = theta - self.mean
         self.mean += away / self.snapshots  # Welford: E[θ²] − E[θ]² would cancel the digits that matter
         self._squares += away * (theta - self.mean)
+        self._away.append(theta - self.mean)
 
     def variance(self) -> Tensor:
         """Of each weight over the snapshots, (p,), in named_parameters() order."""
         if self.snapshots < 2:
             raise InvalidValue(f"a variance needs at least 2 snapshots, Swag has {self.snapshots}; call update()")
         return self._squares / self.snapshots
+
+    def deviations(self) -> Tensor:
+        """Of the last snapshots from the running mean at each of them, (k, p), k at most the rank."""
+        return torch.stack([*self._away]) if self._away else self.mean.new_empty(0, self.layout.size)
 
 
 def _weights(model: nn.Module, layout: Layout) -> dict[str, Tensor]:

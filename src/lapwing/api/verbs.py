@@ -174,7 +174,8 @@ def _mixture(tensors: dict[str, Tensor], header: dict[str, Any], model: nn.Modul
 def _fit(tensors: dict[str, Tensor], header: dict[str, Any], model: nn.Module, forward: Any, path: Any) -> Fitted:
     saved = io.checked_fit(tensors, header, path)
     tangent = linearized(saved, model, forward, path)
-    likelihood, prior = saved.likelihood.to(tangent.device), saved.prior.bind(tangent.layout, tangent.device)
+    likelihood, prior = saved.likelihood.to(tangent.device), saved.prior
+    prior = None if prior is None else prior.bind(tangent.layout, tangent.device)
     return Fitted(saved.attached(tangent), likelihood, prior, saved.n, saved.targets, saved.made)
 
 

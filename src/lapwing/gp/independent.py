@@ -25,7 +25,7 @@ from lapwing import io, tree, tune
 from lapwing.api.verbs import LOADERS, linearized
 from lapwing.arguments import as_likelihood, as_prior, as_tangent
 from lapwing.curvature import BUDGET
-from lapwing.errors import InvalidValue, Unsupported
+from lapwing.errors import BrokenFile, InvalidValue, Unsupported
 from lapwing.gp.climb import Slopes, climbed
 from lapwing.gp.empirical import Side, own_products, products
 from lapwing.gp.features import scale_of
@@ -226,6 +226,8 @@ def _at(fit: Independent, scale: Tensor, likelihood: Likelihood) -> Independent:
 def _loaded(tensors: dict[str, Tensor], header: dict[str, Any], model: nn.Module, forward: Any, path: Any) -> Any:
     saved = io.checked_fit(tensors, header, path)
     tangent = linearized(saved, model, forward, path)
+    if saved.prior is None:
+        raise BrokenFile("it has no prior, which a process needs")
     prior = feature_prior(saved.prior.bind(tangent.layout, tangent.device))
     found = Independent(saved.attached(tangent), prior, saved.likelihood.to(tangent.device), saved.targets)
     scale_of(prior, found.posterior.precision)  # raises where they do not belong together

@@ -28,7 +28,7 @@ class SavedFit:
     layout: Layout
     fingerprints: dict[str, str]
     likelihood: Likelihood
-    prior: Prior  # not bound yet
+    prior: Prior | None  # not bound yet
     posterior: Any  # its specification
     held: Tensors
     n: int
@@ -52,7 +52,7 @@ def pack_fitted(fit: Any, path: Any) -> Content:
         "kind": "fitted",
         "posterior": pack_object(fit.posterior, "posterior", "posterior.", tensors),
         "likelihood": pack_object(fit.likelihood, "likelihood", "likelihood.", tensors),
-        "prior": pack_object(fit.prior, "prior", "prior.", tensors),
+        "prior": None if fit.prior is None else pack_object(fit.prior, "prior", "prior.", tensors),
         **layout,
         "fingerprints": tangent.fingerprints(),
         "forward_hook": tangent.custom_forward,
@@ -74,11 +74,13 @@ def checked_fit(tensors: dict[str, Tensor], header: dict[str, Any], path: Any) -
     entries.take("kind", "str")
     layout = take_layout(entries, held)
     likelihood = unpack_object(entries.take("likelihood", "dict"), "likelihood", held)
-    prior = unpack_object(entries.take("prior", "dict"), "prior", held)
-    with sound("its prior"):
-        prior.bind(layout)
+    packed = entries.take("prior", "dict | None")
+    prior = None if packed is None else unpack_object(packed, "prior", held)
+    if prior is not None:
+        with sound("its prior"):
+            prior.bind(layout)
     posterior, fingerprints = entries.take("posterior", "dict"), take_strings(entries, "fingerprints")
-    n, targets = entries.take("n", "int", 1, 2**63), entries.take("targets", "int | None", 0, 2**64 - 1)
+    n, targets = entries.take("n", "int", 0, 2**63), entries.take("targets", "int | None", 0, 2**64 - 1)
     made, hook = entries.take("made", "str"), entries.take("forward_hook", "bool")
     entries.done()
     return SavedFit(layout, fingerprints, likelihood, prior, posterior, held, n, targets, made, hook)

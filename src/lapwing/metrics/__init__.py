@@ -5,7 +5,9 @@ Gaussians; draws of y (s, n, ...). Numbers are means over examples; `each=True` 
 compares.
 """
 
+from lapwing.metrics.agreement import agreement, total_variation
 from lapwing.metrics.calibration import Reliability, ece, reliability
+from lapwing.metrics.equivalent import ensemble_equivalent
 from lapwing.metrics.joint import dyadic, joint_log_likelihood
 from lapwing.metrics.ranking import SelectiveRisk, aurc, auroc, fpr95, selective_risk
 from lapwing.metrics.regression import coverage, crps, interval, pit, rmse, sharpness
@@ -16,6 +18,7 @@ __all__ = [
     "Reliability",
     "SelectiveRisk",
     "accuracy",
+    "agreement",
     "aurc",
     "auroc",
     "brier",
@@ -23,6 +26,7 @@ __all__ = [
     "crps",
     "dyadic",
     "ece",
+    "ensemble_equivalent",
     "fpr95",
     "interval",
     "joint_log_likelihood",
@@ -34,4 +38,5 @@ __all__ = [
     "selective_risk",
     "sharpness",
     "summary",
+    "total_variation",
 ]

@@ -67,6 +67,17 @@ def class_probs(predicted: Prediction | Tensor, y: Tensor) -> tuple[Tensor, Tens
     return _checked_probs(p, y)
 
 
+def all_class_probs(predicted: Prediction | Tensor) -> Tensor:
+    """(n, ..., c), float64, without labels."""
+    p = predicted
+    if isinstance(predicted, Prediction):
+        if not predicted.likelihood.classes:
+            raise Unsupported(f"a {predicted.likelihood.name} prediction has no classes to agree on")
+        p = predicted.likelihood.class_probs(predicted.probs)
+    p = tensor(p, "the probabilities")
+    return _checked_probs(p, torch.zeros(p.shape[:-1], dtype=torch.long, device=p.device))[0]
+
+
 def _checked_probs(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     p, y = finite(p, "the probabilities"), tensor(y, "the labels")
     if p.ndim < 2 or p.shape[-1] < 2:

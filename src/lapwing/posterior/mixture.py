@@ -57,4 +57,6 @@ def log_weights(weights: Any, k: int) -> Tensor:
         w = given.real(weights, "the weights of a mixture")
         if w.shape == (k,) and bool((w >= 0).all()) and bool(torch.isfinite(w).all()) and bool(w.sum() > 0):
             return (w / w.sum()).log()
-    raise InvalidValue(f"weights must be 'uniform' or {k} numbers that are not negative, got {weights!r}")
+    raise InvalidValue(
+        f"weights must be 'uniform', 'stacked', 'evidence' or {k} numbers that are not negative, got {weights!r}"
+    )

@@ -57,6 +57,8 @@ class Particles:
     def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """n of the particles, (n, p), with repetition."""
         n, generator = given.whole(n, "the number of draws"), given.generator(generator)
+        if not n:  # of a mixture that drew other members
+            return self.weights[:0]
         equal = torch.zeros(len(self.weights), dtype=torch.float64)
         w = (equal if self.log_weight is None else self.log_weight).softmax(0).to(generator.device)
         return self.weights[torch.multinomial(w, n, True, generator=generator).to(self.weights.device)]

@@ -1,5 +1,6 @@
-"""Choosing between models by their evidence."""
+"""Choosing between models by their evidence, and weighing them by held-out data."""
 
-from lapwing.selection.compare import Comparison, Row, compare
+from lapwing.selection.compare import Comparison, Row, check_same, compare
+from lapwing.selection.stacking import held_out_densities, stacked
 
-__all__ = ["Comparison", "Row", "compare"]
+__all__ = ["Comparison", "Row", "check_same", "compare", "held_out_densities", "stacked"]

@@ -138,7 +138,7 @@ def compare(models: Mapping[str, Any] | Sequence[Any], data: Any = None) -> Comp
         raise InvalidValue(f"{without} have no evidence, so they are compared by held-out data: pass data=")
     known = {name: la for name, la in models.items() if name not in without}
     if known:
-        _check_same(known)
+        check_same(known)
         _warn_mixed(known)
     held_out = None if data is None else as_batches(data)
     rows = [(_row if name in known else _bare_row)(str(name), la, held_out) for name, la in models.items()]
@@ -204,7 +204,7 @@ def weights_of(la: Any) -> str:
     return "the last layer's weights" if owners == {layer_of(last)} else "some layers' weights"
 
 
-def _check_same(models: Mapping[str, Any]) -> None:
+def check_same(models: Mapping[str, Any]) -> None:
     """Raise unless the evidences are of the same targets, kind of likelihood and kind of weights."""
     items = list(models.items())
     first, a = items[0]
