@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +159,12 @@ def test_warnings_point_at_the_users_line(case: str) -> None:
     told = warned(WARN[case])
     assert told.filename == __file__
     assert told.lineno == WARN[case].__code__.co_firstlineno
+
+
+def test_every_room_warns_by_the_one_function_that_finds_the_users_line() -> None:
+    house = Path(lw.__file__).parent
+    found = [path.relative_to(house).as_posix() for path in house.rglob("*.py") if "warnings.warn(" in path.read_text()]
+    assert found == ["errors.py"]
 
 
 def test_functions_keep_their_signatures() -> None:

@@ -9,7 +9,6 @@ A route is used after it has given, at the first inputs of each shape, what the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from lapwing import tree
-from lapwing.errors import LapwingWarning
+from lapwing.errors import warn
 from lapwing.tangent.kernels import out_of_memory
 
 aten = torch.ops.aten
@@ -84,10 +83,8 @@ class Routes:
             if all(_near(a[:FEW], b, self.eps) for a, b in zip(found, truth, strict=True)):
                 return found, run
         self.alone = True
-        warnings.warn(
+        warn(
             "chains run one by one: torch cannot batch this network over weights (vmap), or gives other numbers",
-            LapwingWarning,
-            stacklevel=2,
         )
         return single(q, *tensors), single
 

@@ -10,7 +10,6 @@ stops, is named, and keeps the draws that it has. Shapes: k chains, d coordinate
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -21,7 +20,7 @@ from tqdm.auto import tqdm
 
 from lapwing import given
 from lapwing.arguments import as_start
-from lapwing.errors import InvalidValue, LapwingWarning, NotConverged, Unsupported
+from lapwing.errors import InvalidValue, NotConverged, Unsupported, warn
 from lapwing.likelihoods import Several
 from lapwing.posterior import Chains
 from lapwing.samplers.adaptation import Stage, State
@@ -166,12 +165,10 @@ class Walk:
 
     def _name_diverged(self, t: int, which: Tensor) -> None:
         for chain in which.nonzero().flatten().tolist():
-            warnings.warn(
+            warn(
                 f"chain {chain + 1} of {self.kernel.name} diverged in step {t + 1} of {self.plan.steps}: its weights "
                 f"are not finite; it is stopped, and its {int(self.lengths[chain])} draws so far are kept; take a "
                 "smaller step",
-                LapwingWarning,
-                stacklevel=5,
             )
 
     def fitted(self) -> Fitted:

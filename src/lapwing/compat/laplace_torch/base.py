@@ -9,7 +9,6 @@ The temperature is that of the likelihood: the curvature is H / (σ² T). Lapwin
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from lapwing.compat.laplace_torch import hyperparameters as hyper
 from lapwing.compat.laplace_torch import tuning
 from lapwing.compat.laplace_torch.curvature import CurvlinopsGGN, factor_of
 from lapwing.compat.laplace_torch.utils.enums import Likelihood, LinkApprox, PredType, PriorStructure, TuningMethod
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.operators import Diagonal
 
 
@@ -215,7 +214,7 @@ class BaseLaplace:
         if method == TuningMethod.MARGLIK:
             if val_loader is not None:
                 message = "val_loader is not read by method='marglik'; for held-out data use method='gridsearch'"
-                warnings.warn(message, LapwingWarning, stacklevel=2)
+                warn(message)
             tuning.marglik(self, n_steps, lr, init_prior_prec, PriorStructure(prior_structure), progress_bar)
         elif method == TuningMethod.GRIDSEARCH:
             grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)

@@ -6,7 +6,6 @@ laplace-torch's own lists may share a scale out otherwise between B and A: their
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from lapwing.compat.laplace_torch.parametric import ParametricLaplace
 from lapwing.compat.laplace_torch.parts import parts_of
 from lapwing.compat.laplace_torch.utils.matrix import Kron, KronDecomposed
 from lapwing.curvature import Kronecker, Part, State
-from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
+from lapwing.errors import InvalidValue, Unsupported, warn
 from lapwing.tangent import TangentModel
 
 
@@ -28,7 +27,7 @@ class KronLaplace(ParametricLaplace):
     def __init__(self, *args: Any, damping: bool = False, **kwargs: Any) -> None:
         if damping:
             message = "damping=True has no effect: laplace-torch 0.3 drops it when it adds the prior, and so do we"
-            warnings.warn(message, LapwingWarning, stacklevel=2)
+            warn(message)
         self.damping = damping
         self._decomposed: tuple[State, KronDecomposed] | None = None
         super().__init__(*args, **kwargs)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ from lapwing.compat.laplace_torch.curvature import AsdlGGN
 from lapwing.compat.laplace_torch.laplace import Laplace
 from lapwing.compat.laplace_torch.loading import Batches
 from lapwing.compat.laplace_torch.utils.enums import HessianStructure, Likelihood, PriorStructure
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ def marglik_training(
     weights, the negative log evidence after each hyperparameter step and the training loss of each epoch."""
     settings = dict(optimizer_kwargs or {})
     if "weight_decay" in settings:
-        warnings.warn("weight_decay is set to 0: the prior takes its place", LapwingWarning, stacklevel=2)
+        warn("weight_decay is set to 0: the prior takes its place")
         settings["weight_decay"] = 0.0
     kept = {"backend": backend, "temperature": temperature, "dict_key_x": dict_key_x, "dict_key_y": dict_key_y}
     run = _Run(

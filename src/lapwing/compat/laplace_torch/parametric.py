@@ -7,7 +7,6 @@ operator. What differs between structures is in `full.py`, `kron.py`, `diag.py` 
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from lapwing.compat.laplace_torch.loading import Batches
 from lapwing.compat.laplace_torch.predicting import Predicting
 from lapwing.compat.laplace_torch.utils.enums import Likelihood
 from lapwing.curvature import State, Structure, accumulate
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.operators import linalg
 from lapwing.push import At, push
 from lapwing.tangent import TangentModel, linearize
@@ -330,4 +329,4 @@ def _check_kind(la: ParametricLaplace, found: dict[str, Any]) -> None:
     for name in ("temperature", "enable_backprop"):
         if found[name] != getattr(la, name):
             message = f"{name} of the saved state, {found[name]}, replaces {getattr(la, name)}"
-            warnings.warn(message, LapwingWarning, stacklevel=3)
+            warn(message)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 from lapwing.gp.infinite.activations import correlation
 
 TERMS = (16, 32, 64, 128, 256)  # of the series, the least that is enough
@@ -71,11 +70,9 @@ def integrated(function: Function) -> Quadrature:
             raise InvalidValue(f"an activation is elementwise and has finite moments; {function!r} gave {fine}")
         worst = max(worst, float(((rough - fine).abs() / fine.abs().clamp(min=1e-3)).max()))
     if worst > OFF:
-        warnings.warn(
+        warn(
             f"moments of the activation {function!r} are known to {worst:.1g} only: it is taken to be smooth but for "
             "0; for kinks elsewhere, give an object with second, slope and mean of its own",
-            LapwingWarning,
-            stacklevel=4,
         )
     return found
 
