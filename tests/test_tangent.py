@@ -299,7 +299,7 @@ def test_the_model_is_left_exactly_as_found(used: nn.Module, images: Tensor, sub
 def test_the_model_is_left_as_found_after_an_error(used: nn.Module, images: Tensor) -> None:
     before = record(used)
     tangent = linearize(used)
-    for wrong in (images[:, :1], images.float()):
+    for wrong in (images[:, :1], images.long()):
         for verb in (tangent, lambda x: tangent.jvp(x, direction(tangent)), lambda x: tangent.vjp(x, images)):
             with pytest.raises(RuntimeError):
                 verb(wrong)

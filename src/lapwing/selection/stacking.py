@@ -8,7 +8,6 @@ bounds what is left of it: L* − L ≤ log max_k g_k a point, so that is when t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing.data import as_batches, passes
-from lapwing.errors import InvalidValue, LapwingWarning
+from lapwing.errors import InvalidValue, warn
 
 ENOUGH = 1e-6  # nats a point
 MOST = 50_000  # steps
@@ -44,5 +43,5 @@ def stacked(log_p: Tensor) -> Tensor:
         w = w * g
     left = float(g.max().log())
     said = f"stacking stopped after {MOST} steps, at most {left:.1e} nats a point below the best"
-    warnings.warn(said, LapwingWarning, stacklevel=4)
+    warn(said)
     return w / w.sum()
