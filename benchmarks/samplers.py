@@ -1,11 +1,12 @@
 """Gradient evaluations a second: four chains of HMC at once, beside Pyro's HMC.
 
-    python benchmarks/samplers.py [--draws 50] [--leapfrog 20] [--repeat 3]
+    python benchmarks/samplers.py [--draws 200] [--leapfrog 20] [--repeat 3]
 
 A 3-8-2 perceptron of 50 weights with tanh, 100 examples, Gaussian noise, a normal prior, float64, one thread. The step
 is given, so that both walk trajectories of the same number of gradients, draws × leapfrog of each chain. Pyro's model
 samples each parameter and conditions on the targets; it runs one chain (several run in processes of their own), by
-default and with its potential compiled (`jit_compile`). It needs pyro-ppl 1.9.2.
+default and with its potential compiled (`jit_compile`). Set-up counts for both, reading and tracing for us. It needs
+pyro-ppl 1.9.2.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def rate(run: Callable[[], Any], gradients: int, repeat: int) -> dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=50)
+    parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--leapfrog", type=int, default=20)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()

@@ -48,9 +48,9 @@ def leapfrog(
 ) -> Place:
     """So many steps of length ε (k, 1), with half-kicks at both ends."""
     q, m, value, g = at
-    m = m + 0.5 * step * g
+    m, stride = m + 0.5 * step * g, step * variance
     for i in range(steps):
-        q = q + step * variance * m
+        q = q + stride * m
         value, g = value_and_grad(q)
         m = m + (step if i < steps - 1 else 0.5 * step) * g
     return Place(q, m, value, g)
