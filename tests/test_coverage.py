@@ -833,7 +833,7 @@ def test_a_bfloat16_network_is_proved_and_summed_in_single_precision(structure: 
 def test_inputs_of_another_dtype_are_named(structure: str) -> None:
     net = network(CASES["used twice"])
     with pytest.raises(RuntimeError, match="dtype"):
-        lw.laplace(net, (vectors.float(), numbers(N, 2)), "gaussian", structure=structure)
+        lw.laplace(net, (vectors.long(), numbers(N, 2)), "gaussian", structure=structure)
     assert not any(m._forward_hooks for m in net.modules())
 
 
