@@ -98,10 +98,12 @@ def climbed(objective: Objective, steps: int, lr: float, generator: torch.Genera
             adam.zero_grad()
             value = objective.value(generator)
             (-value).backward()
-            if not all(bool(torch.isfinite(p).all()) for p in (value, *(p.grad for p in parameters))):
+            if not all(
+                bool(torch.isfinite(p).all()) for p in (value, *(p.grad for p in parameters if p.grad is not None))
+            ):
                 raise NotConverged(
                     f"variational inference diverged at step {t + 1} of {steps}: the bound is "
-                    f"{float(value.detach()):.3g}, or its slope is not finite; give lr= smaller, or scale inputs and targets"
+                    f"{float(value.detach()):.3g}, or its slope is not finite; give lr= smaller, or scale the data"
                 )
             adam.step()
             trace.append(value.detach())

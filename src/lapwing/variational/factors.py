@@ -1,4 +1,4 @@
-"""What q may be, of p weights with the mean μ. Each is a scheme θ = μ + (spread)·ε, so that gradients pass through draws.
+"""What q may be, of p weights with the mean μ. Draws are θ = μ + (spread)·ε: gradients pass through them.
 
     MeanField   θ = μ + s ε             ε_i = F⁻¹(u_i) of any family; H = Σ log s + const
     Full        θ_l = μ_l + L_l ε_l      a Cholesky factor for each layer l; H = Σ log diag L + const
@@ -70,8 +70,11 @@ class Family:
 class Factor(Protocol):
     """A family of q under way; `parameters` are what climbs."""
 
-    normal: bool
     mean: Tensor  # (p,)
+
+    @property
+    def normal(self) -> bool:
+        """Whether it is Gaussian."""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -125,8 +128,8 @@ class Full:
         for name, index in layers.items():
             if len(index) > MOST:
                 raise InvalidValue(
-                    f"layer {name or 'of the model itself'} has {len(index):,} weights, more than the {MOST:,} whose covariance is kept in full; "
-                    "give rank=, such as 10"
+                    f"layer {name!r} has {len(index):,} weights, more than the {MOST:,} whose covariance is kept in "
+                    "full; give rank=, such as 10"
                 )
         self.mean, self.layers = _leaf(mean), layers
         self.log_diagonal = _leaf(deviation.log())

@@ -44,10 +44,10 @@ def mean_field(
 ) -> Fitted:
     """The nearest q of independent weights, as draws (s, p) that run through the network.
 
-    family: "normal", or a pair (inverse CDF, log-density) of a distribution of unit scale, each weight's up to its place
-    and scale. local: noise in layers rather than in weights, where that is exact, which lowers the gradient's variance.
-    start: "trained", or a fit of the same network, such as a Laplace, whose deviations q starts with. The other arguments
-    are those of `lw.samplers.sgld`; `post.diagnostics` has the evidence's bound."""
+    family: "normal", or a pair (inverse CDF, log-density) of a distribution of unit scale, each weight's up to
+    place and scale. local: noise in layers rather than in weights, where that is exact: gradients vary less. start:
+    "trained", or a fit of the same network, such as a Laplace, whose deviations q starts with. The other arguments are
+    those of `lw.samplers.sgld`; `post.diagnostics` has the evidence's bound."""
     kind = Family.of(family)
     target = _targeted(model, data, likelihood, prior, temperature, subset, forward)
     generator = given.generator(generator)
@@ -93,13 +93,13 @@ def _targeted(*given_: Any) -> Target:
     target = targeted(*given_)
     if target.joint.prior.discrete:
         raise Unsupported(
-            f"the weights of {type(target.joint.prior).__name__} have no gradient, which variational inference follows; "
-            "use lw.samplers.metropolis"
+            f"the weights of {type(target.joint.prior).__name__} have no gradient, which variational inference "
+            "follows; use lw.samplers.metropolis"
         )
     if target.unknown:
         raise Unsupported(
-            f"variational inference keeps the likelihood's {', '.join(target.unknown)} fixed; give a number, or sample it "
-            "with lw.samplers.hmc"
+            f"variational inference keeps the likelihood's {', '.join(target.unknown)} fixed; give a number, or sample "
+            "it with lw.samplers.hmc"
         )
     return target
 

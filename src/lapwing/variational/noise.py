@@ -1,11 +1,11 @@
 """Noise where it costs least variance, for a mean-field normal q, w ~ N(μ, s²), in layers z = W a + b:
 
-    z ~ N(μ_W a + μ_b, s_W² a² + s_b²)              local reparameterization (Kingma et al. 2015): a Linear at one position
-    z = μ_W a + μ_b + r ⊙ (ΔW (t ⊙ a) + Δb)          Flipout (Wen et al. 2018): signs r, t of each example, one Δ for all
+    z ~ N(μ_W a + μ_b, s_W² a² + s_b²)          local reparameterization (Kingma et al. 2015): Linear, one position
+    z = μ_W a + μ_b + r ⊙ (ΔW (t ⊙ a) + Δb)     Flipout (Wen et al. 2018): signs r, t of each example, one Δ for all
 
 Each is exact for every example by itself; noise that is independent at the positions of a convolution would not be. A
-layer has it if its weights run once a pass and nowhere else, which a run with NaN in their place shows. All other weights
-are drawn once for the batch.
+layer has it if its weights run once a pass and nowhere else, which a run with NaN in their place shows. All other
+weights are drawn once for the batch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _own(layer: str, name: str) -> str:
     return f"{layer}.{name}" if layer else name
 
 
-def _alone(tangent: TangentModel, name: str, module: nn.Module, x: Any, clean: Tensor) -> bool:
+def _alone(tangent: TangentModel, name: str, module: Any, x: Any, clean: Tensor) -> bool:
     """Whether its weights run once, on a batch of examples, and nowhere else."""
     params, calls = dict(tangent.params), []
     own = {key: params[_own(name, key)] for key, _ in module.named_parameters()}
