@@ -148,6 +148,16 @@ def test_noise_in_layers_is_unbiased_and_lowers_gradient_variance(conv: bool) ->
     assert float(a[:, 1:].var(0).sum()) < 0.7 * float(b[:, 1:].var(0).sum())
 
 
+@pytest.mark.parametrize("conv", [False, True])
+def test_networks_in_single_precision_run(conv: bool) -> None:
+    net: nn.Module = nn.Linear(4, 2)
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    if conv:
+        net, x = nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 2)), x.unsqueeze(1)
+    for method in (lw.variational.mean_field, lw.variational.layerwise):
+        assert method(net, (x, x.reshape(9, 4)[:, :2]), known(), steps=3).predict(x).mean.dtype == torch.float32
+
+
 def test_minibatches_are_scaled_to_all_data() -> None:
     model, x, y = linear()
     target = targeted(model, (x, y), known(), PRECISION, 1.0, "all", None)

@@ -102,19 +102,24 @@ class MeanField:
 
     @property
     def parameters(self) -> list[Tensor]:
+        """Leaves, the mean first."""
         return [self.mean, self.log_deviation]
 
     def entropy(self) -> Tensor:
+        """H up to a constant, 0-dim."""
         return self.log_deviation.sum()
 
     def variance(self) -> Tensor:
+        """Of each weight, (p,)."""
         return (2 * self.log_deviation).exp()
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """n weight vectors, (n, p)."""
         noise = self.family.noise((n, len(self.mean)), generator, self.mean)
         return self.mean + self.log_deviation.exp() * noise
 
     def log_q(self, theta: Tensor) -> Tensor:
+        """Of draws (n, p): (n,)."""
         e = (theta - self.mean) / self.log_deviation.exp()
         return (self.family.log_density(e) - self.log_deviation).sum(1)
 
@@ -137,6 +142,7 @@ class Full:
 
     @property
     def parameters(self) -> list[Tensor]:
+        """Leaves, the mean first."""
         return [self.mean, self.log_diagonal, *self.lower]
 
     def _roots(self) -> list[tuple[Tensor, Tensor]]:
@@ -149,16 +155,20 @@ class Full:
         ]
 
     def entropy(self) -> Tensor:
+        """H up to a constant, 0-dim."""
         return self.log_diagonal.sum()
 
     def variance(self) -> Tensor:
+        """Of each weight, (p,)."""
         return _placed([(i, L.square().sum(1)) for i, L in self._roots()], self.mean)
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """n weight vectors, (n, p)."""
         noise = linalg.standard_normal((n, len(self.mean)), generator, self.mean)
         return self.mean + _placed([(i, noise[:, i] @ L.mT) for i, L in self._roots()], noise)
 
     def log_q(self, theta: Tensor) -> Tensor:
+        """Of draws (n, p): (n,)."""
         away = theta - self.mean
         e = torch.cat([torch.linalg.solve_triangular(L, away[:, i].mT, upper=False).mT for i, L in self._roots()], 1)
         return -(0.5 * e.square() + HALF_LOG_2PI).sum(1) - self.entropy()
@@ -179,17 +189,21 @@ class LowRank:
 
     @property
     def parameters(self) -> list[Tensor]:
+        """Leaves, the mean first."""
         return [self.mean, self.log_deviation, *self.R]
 
     def entropy(self) -> Tensor:
+        """H up to a constant, 0-dim."""
         inner = [torch.eye(R.shape[1]).to(R) + R.mT @ R for R in self.R]  # |diag s² + s R Rᵀ s| = Π s² |I + RᵀR|
         return self.log_deviation.sum() + 0.5 * torch.stack([torch.logdet(one) for one in inner]).sum()
 
     def variance(self) -> Tensor:
+        """Of each weight, (p,)."""
         spread = _placed([(i, R.square().sum(1)) for i, R in zip(self.layers.values(), self.R, strict=True)], self.mean)
         return (2 * self.log_deviation).exp() * (1 + spread)
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """n weight vectors, (n, p)."""
         noise = linalg.standard_normal((n, len(self.mean)), generator, self.mean)
         low = [
             (i, linalg.standard_normal((n, R.shape[1]), generator, self.mean) @ R.mT)
@@ -198,6 +212,7 @@ class LowRank:
         return self.mean + self.log_deviation.exp() * (noise + _placed(low, noise))
 
     def log_q(self, theta: Tensor) -> Tensor:
+        """Of draws (n, p): (n,)."""
         s, total = self.log_deviation.exp(), torch.zeros(len(theta)).to(theta)
         for i, R in zip(self.layers.values(), self.R, strict=True):
             q = LowRankMultivariateNormal(self.mean[i], s[i].unsqueeze(1) * R, s[i].square())

@@ -96,19 +96,24 @@ def adding(deviation: Mapping[str, Tensor], generator: torch.Generator) -> Calla
 def _local(a: Tensor, weight: Tensor, bias: Tensor | None, generator: torch.Generator) -> Tensor:
     variance = F.linear(a.square(), weight.square(), None if bias is None else bias.square())
     root = variance.clamp(min=torch.finfo(a.dtype).tiny).sqrt()  # of an input of zeros, a root without a slope
-    return root * linalg.standard_normal(tuple(root.shape), generator, root)
+    return root * _normal(tuple(root.shape), generator, root)
 
 
 def _flipped(layer: Any, a: Tensor, weight: Tensor, bias: Tensor | None, generator: torch.Generator) -> Tensor:
-    delta = weight * linalg.standard_normal(tuple(weight.shape), generator, weight)
-    shift = None if bias is None else bias * linalg.standard_normal(tuple(bias.shape), generator, bias)
+    delta = weight * _normal(tuple(weight.shape), generator, weight)
+    shift = None if bias is None else bias * _normal(tuple(bias.shape), generator, bias)
     last = isinstance(layer, nn.Linear)  # where channels are
     z = mapped(layer, a * _signs(a, last, generator), delta, shift)
     return z * _signs(z, last, generator)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
+    """In the network's own dtype."""
+    return linalg.standard_normal(shape, generator, like).to(like)
 
 
 def _signs(t: Tensor, last: bool, generator: torch.Generator) -> Tensor:
     """±1 for each example and channel of t."""
     middle = [1] * (t.ndim - 2)
     shape = (len(t), *middle, t.shape[-1]) if last else (len(t), t.shape[1], *middle)
-    return linalg.standard_normal(shape, generator, t).sign()
+    return _normal(shape, generator, t).sign()
