@@ -4,8 +4,8 @@
     python studies/classifiers.py --table
 
 Each network is scored once: its line goes to out/classifiers.jsonl, and a run leaves out what is there. Several runs
-may write at once. `--table` makes of these lines `results/classifiers.json` and the tables of
-`docs/studies/classifiers.md`.
+may write at once. `--table` brings these lines into `results/classifiers.json`, whose other rows stay, and writes the
+tables of `docs/studies/classifiers.md` anew.
 
 A row is all seeds of one set, kind of network and way to train it. d_n is the loss of a column at a test example less
 that of the network, N examples in all seeds. A row is above the network if
@@ -47,6 +47,8 @@ FRESH = {  # sets or networks, and who saw their test labels before; others had 
     **dict.fromkeys(("australian", "breast_cancer", "ionosphere", "waveform"), "other rules"),
 }
 SMALL = ("small", "uci")
+BARS = {"ResNet-20": 0.2275, "ResNet-32": 0.2120, "ResNet-44": 0.1980, "ResNet-56": 0.1850}  # NLL of the default
+ECE_BAR = 0.012
 Row = dict[str, Any]
 
 # -- scores -------------------------------------------------------------------------------------------------------
@@ -219,6 +221,27 @@ def worse(rows: list[Row]) -> list[str]:
     ]
 
 
+def bars(rows: list[Row]) -> list[str]:
+    """The default on CIFAR-10 beside what was asked of it. The error is of the difference to the network, paired."""
+    out = head(
+        "default on CIFAR-10", "scored", "NLL", "bar", "", "ECE", "bar", "", "NLL − network", "NLL − temperature"
+    )
+    for kind, bar in BARS.items():
+        some = [r for r in rows if r["part"] == "resnets" and r["kind"] == kind]
+        if not some:
+            out.append(
+                line((kind, "none", "", short(bar, 4), "not scored", "", short(ECE_BAR, 4), "not scored", "", ""))
+            )
+        for row in some:
+            c, words = row["columns"]["default"], ("missed", "met")
+            nll = (short(c["nll"], 4), short(bar, 4), words[c["nll"] <= bar])
+            ece = (short(c["ece"], 4), short(ECE_BAR, 4), words[c["ece"] <= ECE_BAR])
+            paired = f"{c['nll − network']:+.4f} ± {c['nll error']:.4f}"
+            over = f"{c['nll'] - row['columns']['temperature']['nll']:+.4f}"
+            out.append(line((kind, f"{row['n_test']:,}", *nll, *ece, paired, over)))
+    return out
+
+
 def counts(rows: list[Row]) -> list[str]:
     """Networks and seeds of each part."""
     out = []
@@ -238,6 +261,7 @@ def tables(rows: list[Row]) -> list[str]:
     small, large = ([r for r in rows if (r["part"] in SMALL) is yes] for yes in (True, False))
     made = (
         ("Worse than the network", worse(rows)),
+        ("Bars of CIFAR-10", bars(rows)),
         ("Scored", counts(rows)),
         ("NLL where no trial has looked", each(unseen) if unseen else []),
         ("NLL where trials of other rules have looked", each(fresh) if fresh else []),
@@ -251,13 +275,15 @@ def tables(rows: list[Row]) -> list[str]:
 
 
 def write(networks: list[Row]) -> None:
-    """The record, and its tables in the page."""
-    rows = rows_of(networks)
+    """The record, and its tables in the page. Rows of the record that have no lines here stay."""
+    old = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cpu_seconds": 0, "rows": []}
+    new, there = rows_of(networks), {row["name"] for row in old["rows"]}
+    names = {row["name"] for row in new}
+    rows = sorted([r for r in old["rows"] if r["name"] not in names] + new, key=lambda r: PARTS.index(r["part"]))
+    added = sum(one["seconds"]["cpu"] for one in networks if ", ".join(one["row"]) not in there)
     record = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions("torch", "lapwing")}
-    cpu = round(sum(one["seconds"]["cpu"] for one in networks))
-    RESULTS.write_text(
-        json.dumps({**record, "networks": len(networks), "cpu_seconds": cpu, "rows": rows}, indent=1) + "\n"
-    )
+    count, cpu = sum(len(row["seeds"]) for row in rows), round(old["cpu_seconds"] + added)
+    RESULTS.write_text(json.dumps({**record, "networks": count, "cpu_seconds": cpu, "rows": rows}, indent=1) + "\n")
     before, _, rest = PAGE.read_text().partition("<!-- tables -->\n")
     after = rest.partition("<!-- end of tables -->\n")[2]
     text = "\n".join(tables(rows)).rstrip("\n") + "\n"
