@@ -1,9 +1,12 @@
 """The bound, and the climb on it by Adam. At the temperature T, with b of n examples and one draw θ ~ q a step:
 
-    L = ((n/b) Σ_batch log p(y | f(x, θ)) + E_q[log p(θ)]) / T + H(q)                      T = 1: log p(D) ≥ E[L]
-    E_q[log p(θ)] = log p(μ) − ½ Σ A_i Σ_ii              a Gaussian prior and q; else log p(θ) at a draw
+    L = (n/b) Σ_batch log p(y | f(x, θ)) / T − KL                                         T = 1: log p(D) ≥ E[L]
+    KL closed     −E_q[log p(θ)] / T − H(q),   E_q[log p(θ)] = log p(μ) − ½ Σ A_i Σ_ii       a Gaussian prior and q
+    KL sampled    log q(θ) − log p(θ) / T                                                    at the same draw
 
-(Graves 2011; Blundell et al. 2015). The step size falls to 0 as a cosine. q is the mean of the last quarter's.
+(Graves 2011; Blundell et al. 2015). Sampled, slopes of a normal q pass through θ alone, not through the parameters in
+log q: what is left out has the mean 0, and at a q that is the posterior itself no noise is left (Roeder et al. 2017).
+Another family has H(q) in closed form. The step size falls to 0 as a cosine. q is the mean of the last quarter's.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from lapwing.samplers.target import Target
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tree import map_tensors
-from lapwing.variational.factors import Factor, MeanField
+from lapwing.variational.factors import Factor, MeanField, held
 from lapwing.variational.noise import adding, hooked, noisy_layers
 
 AVERAGED = 0.25  # of the steps, the last
@@ -36,22 +39,22 @@ class Objective:
     q: Factor
     batch: int
     layers: dict[str, Any]
+    closed: bool  # the KL in closed form
 
     @staticmethod
-    def of(target: Target, q: Factor, batch: int, local: bool) -> Objective:
+    def of(target: Target, q: Factor, batch: int, local: bool, closed: bool) -> Objective:
         """With noise in layers, if asked for and q allows it."""
         examples, tangent = target.examples, target.joint.tangent
         layers = {}
         if local and isinstance(q, MeanField) and q.normal:
             with evaluating(tangent.model), plain_kernels():
                 layers = noisy_layers(tangent, examples.batches[0][0])
-        return Objective(target, q, min(batch, examples.n), layers)
+        return Objective(target, q, min(batch, examples.n), layers, closed)
 
     def value(self, generator: torch.Generator) -> Tensor:
         """One noisy L, 0-dim."""
         theta = self.q.draw(1, generator)[0]
-        fit = self.fit(theta, generator)
-        return (fit + self.log_prior(theta)) / self.target.temperature + self.q.entropy()
+        return self.fit(theta, generator) / self.target.temperature - self.kl(theta)
 
     def fit(self, theta: Tensor, generator: torch.Generator) -> Tensor:
         """E log p(D | θ), estimated by some examples."""
@@ -75,13 +78,15 @@ class Objective:
         x, y = examples.some(index.to(self.target.joint.tangent.device))
         return map_tensors(lambda t: t[0], x), y[0]
 
-    def log_prior(self, theta: Tensor) -> Tensor:
-        """E_q[log p(θ)], in closed form or at a draw."""
-        prior = self.target.joint.prior
-        if not (prior.gaussian and self.q.normal):
-            return prior.log_density(theta)
-        a = prior.quadratic(self.q.mean.detach())[0].dense().detach()
-        return prior.log_density(self.q.mean) - 0.5 * (a * self.q.variance()).sum()
+    def kl(self, theta: Tensor) -> Tensor:
+        """KL(q ‖ p^{1/T}) up to a constant, in closed form or at a draw."""
+        prior, t = self.target.joint.prior, self.target.temperature
+        if self.closed:
+            a = prior.quadratic(self.q.mean.detach())[0].dense().detach()
+            expected = prior.log_density(self.q.mean) - 0.5 * (a * self.q.variance()).sum()
+            return -expected / t - self.q.entropy()
+        log_q = held(self.q).log_q(theta.unsqueeze(0))[0] if self.q.normal else -self.q.entropy()
+        return log_q - prior.log_density(theta) / t
 
 
 def climbed(objective: Objective, steps: int, lr: float, generator: torch.Generator, progress: bool) -> Tensor:

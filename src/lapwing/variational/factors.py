@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -218,6 +219,17 @@ class LowRank:
             q = LowRankMultivariateNormal(self.mean[i], s[i].unsqueeze(1) * R, s[i].square())
             total = total + q.log_prob(theta[:, i])
         return total
+
+
+def held(q: Factor) -> Factor:
+    """q at the parameters that it has now: its density, as a function of a draw alone."""
+    other = copy.copy(q)
+    for name, value in vars(q).items():
+        if isinstance(value, Tensor):
+            setattr(other, name, value.detach())
+        elif isinstance(value, list):
+            setattr(other, name, [one.detach() for one in value])
+    return other
 
 
 def _leaf(value: Tensor) -> Tensor:

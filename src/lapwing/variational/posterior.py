@@ -16,7 +16,7 @@ class Bound(NamedTuple):
 
     elbo: Tensor  # 0-dim
     error: Tensor  # 0-dim
-    trace: Tensor  # (steps,): each step's noisy value, tempered
+    trace: Tensor  # (steps,): each step's noisy value, tempered and up to a constant
 
 
 def _nothing() -> Tensor:
@@ -26,7 +26,8 @@ def _nothing() -> Tensor:
 @register
 @dataclass(frozen=True, eq=False)
 class Variational(Particles):
-    """`weights` (s, p) drawn from q, whose `mean` and `deviation` are (p,); `terms` (s,): log p(D, θ) − log q(θ)."""
+    """`weights` (s, p) drawn from q, whose `mean` and `deviation` are (p,), of another family its place and scale;
+    `terms` (s,): log p(D, θ) − log q(θ)."""
 
     mean: Tensor = field(default_factory=_nothing)
     deviation: Tensor = field(default_factory=_nothing)
