@@ -22,6 +22,7 @@ from lapwing import (
     tangent,
     testing,
     training,
+    truth,
     tune,
     variational,
 )
@@ -36,6 +37,7 @@ from lapwing.selection import compare
 from lapwing.shell import Fitted, mixture
 from lapwing.tangent import linearize
 from lapwing.training import OnlineEvidence
+from lapwing.truth import truth_bench
 
 __version__ = "0.1.0"
 
@@ -77,6 +79,8 @@ __all__ = [
     "tangent",
     "testing",
     "training",
+    "truth",
+    "truth_bench",
     "tune",
     "variational",
 ]

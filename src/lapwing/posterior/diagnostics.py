@@ -66,7 +66,7 @@ class Diagnostics:
 
     def _by(self, name: str, x: Any) -> Tensor:
         values = self.chains.weights if x is None else self.chains.outputs(self._placed(x)).values
-        return _by_arviz(name, self.chains.by_chain(values))
+        return by_arviz(name, self.chains.by_chain(values))
 
     def _placed(self, x: Any) -> Any:
         return tree.moved(inputs_of(x), self.chains.tangent.device)
@@ -88,7 +88,7 @@ def _arviz() -> Any:
     return arviz
 
 
-def _by_arviz(name: str, values: Tensor) -> Tensor:
+def by_arviz(name: str, values: Tensor) -> Tensor:
     """rhat or ess of values (k, l, ...), (...)."""
     flat = values.detach().double().cpu().reshape(*values.shape[:2], math.prod(values.shape[2:]))
     arviz = _arviz()
