@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import data as loading
-from lapwing import given
+from lapwing import given, tree
 from lapwing.errors import InvalidValue
 from lapwing.posterior import Particles
 from lapwing.predictive import Prediction
@@ -87,9 +87,8 @@ class Bench:
     ) -> None:
         device = problem.joint.tangent.device
         found = list(loading.passes(loading.as_batches(test), device))
-        if len(found) != 1:
-            raise InvalidValue(f"test is one pair (x, y) in memory, at most one batch; got {len(found)} batches")
-        self.problem, (self.x, self.y), self.unknown = problem, found[0], unknown
+        self.problem, self.unknown = problem, unknown
+        self.x, self.y = tree.joined([x for x, _ in found]), torch.cat([y for _, y in found])
         self.members = None if yardstick is None else self._members(yardstick)
         start = time.perf_counter()
         self.reference, epochs = referenced(problem, reference, cache, progress)
@@ -117,9 +116,8 @@ class Bench:
         return _with_cost(row, self.convergence.epochs, self.seconds)
 
     def row(self, name: str, method: Any = None) -> dict[str, float]:
-        """{metric: value} of a method: one by its name, a function of the problem, or a fit."""
-        if method is None and name not in METHODS:
-            raise InvalidValue(f"methods are {list(METHODS)}, or {{name: fit}}; got {name!r}{given.near(name, METHODS)}")
+        """{metric: value} of a method: one by its name, a function of the problem, a fit, or a Trial."""
+        check_known({name: method})
         start = time.perf_counter()
         trial = tried(self.problem, name, METHODS[name] if method is None else method)
         seconds = time.perf_counter() - start
@@ -149,15 +147,25 @@ def truth_bench(
     where R-hat of its predictions at the test inputs is above 1.1. test: (x, y), held out. unknown: inputs of another
     kind, which predictions should be unsure of. yardstick: a deep ensemble, in whose members a classifier's score is
     told. cache: a folder for references. Costs are gradient epochs beyond the trained network."""
-    named = dict(methods) if isinstance(methods, Mapping) else {name: None for name in methods}
+    named = dict(methods) if isinstance(methods, Mapping) else dict.fromkeys(methods)
     if isinstance(methods, str) or not named:
         raise InvalidValue(f"methods is a list of names, or a mapping {{name: fit}}, not empty; got {methods!r}")
+    check_known(named)
     problem = Problem(model, data, likelihood, prior, given.whole(seed, "seed"))
     bench = Bench(problem, reference, test, unknown, yardstick, cache, progress)
     rows = {"hmc": bench.reference_row()}
     for name, method in named.items():
         rows[str(name)] = bench.row(str(name), method)
     return TruthBench(rows, bench.convergence)
+
+
+def check_known(methods: Mapping[str, Any]) -> None:
+    """Raise unless methods without a function or a fit of their own have one by their name."""
+    for name, method in methods.items():
+        if method is None and name not in METHODS:
+            raise InvalidValue(
+                f"methods are {list(METHODS)}, or {{name: fit}}; got {name!r}{given.near(name, METHODS)}"
+            )
 
 
 def _halves(fit: Fitted) -> tuple[Fitted, Fitted]:

@@ -206,7 +206,7 @@ METHODS: dict[str, Method] = {
 
 
 def tried(problem: Problem, name: str, method: Any) -> Trial:
-    """What a method gives: one by its name, a function of the problem, or a fit."""
+    """What a method gives: a function of the problem, a fit, or a trial."""
     found = method(problem) if callable(method) and not isinstance(method, Shell) else method
     found = Trial(found) if isinstance(found, Shell) else found
     if not isinstance(found, Trial):

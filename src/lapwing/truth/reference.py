@@ -1,9 +1,9 @@
 """The reference: draws of the posterior by HMC, kept on disk, and refused unless its chains agree on the functions.
 
-R̂ is that of what each draw predicts at the test inputs: class probabilities, or outputs. A file's name is a digest of
-all that its draws follow from (`samplers/journal.py`: weights, data, likelihood, prior, settings, generator), and of the
-network's layers. While chains run their checkpoint is beside it, so that a killed run goes on. Both are written whole or
-not at all (`files.py`).
+R̂ is that of what each draw predicts at the test inputs: class probabilities, or outputs. A file's name is a digest
+of all that its draws follow from (`samplers/journal.py`: weights, data, likelihood, prior, settings, generator), and
+of the network's layers. While chains run their checkpoint is beside it, so that a killed run goes on. Both are written
+whole or not at all (`files.py`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def referenced(
     if isinstance(reference, Fitted):
         return reference, None
     settings = _settings(reference)
-    plan = Plan(*(settings[k] for k in ("chains", "draws", "warmup")), settings.get("thin", 1))
+    plan = Plan(settings["chains"], settings["draws"], settings["warmup"], settings.get("thin", 1))
     epochs = float(plan.chains * plan.steps * settings["leapfrog"])
     told = {"prior": problem.prior, "generator": problem.seeded(), "progress": progress, **settings}
     given_ = problem.model, problem.data, problem.likelihood

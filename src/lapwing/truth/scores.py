@@ -1,8 +1,8 @@
 """What a posterior's predictions are worth, and how far they are from the reference's.
 
-    classes      accuracy, NLL, ECE;   agreement, total variation ½ Σ_c |p_c − q_c|
-    real values  RMSE, NLL, coverage of the 95 % interval;   total variation ½ Σ_b |P(y in b) − Q(y in b)| over 200 bins
-    both         joint log-likelihood of κ = 1 … 5 inputs; AUROC of unknown inputs, by the prediction's entropy or variance
+classes      accuracy, NLL, ECE;   agreement, total variation ½ Σ_c |p_c − q_c|
+real values  RMSE, NLL, coverage of the 95 % interval;   total variation ½ Σ_b |P(y in b) − Q(y in b)| over 200 bins
+both         joint log-likelihood of κ = 1 … 5 inputs; AUROC of unknown inputs, by the prediction's entropy or variance
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ BINS = 200
 REACH = 6.0  # standard deviations that bins span beyond either prediction
 
 
-def scored(trial: Trial, x: Any, y: Tensor, truth: Prediction, unknown: Any, members: Tensor | None) -> dict[str, float]:
+def scored(
+    trial: Trial, x: Any, y: Tensor, truth: Prediction, unknown: Any, members: Tensor | None
+) -> dict[str, float]:
     """{metric: value} of a posterior at test inputs."""
     pred = trial.fit.predict(x, **trial.asked)
     together = pred if pred.drawn else trial.fit.predict(x, joint=True, **trial.asked)
