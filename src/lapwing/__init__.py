@@ -23,6 +23,7 @@ from lapwing import (
     testing,
     training,
     tune,
+    variational,
 )
 from lapwing.api import Laplace, from_state, laplace, load
 from lapwing.curvature import accumulate
@@ -77,4 +78,5 @@ __all__ = [
     "testing",
     "training",
     "tune",
+    "variational",
 ]
