@@ -19,7 +19,7 @@ import lapwing as lw
 from helpers import close, integers, normal, seeded
 from lapwing import files, io
 from lapwing.calibration import classes, features, reading, record, ridge
-from lapwing.calibration.classes import Rows
+from lapwing.calibration.classes import CalibrationRows
 from lapwing.data import TensorBatches
 
 COUNT = 24  # features, in place of 1,024
@@ -150,13 +150,13 @@ def test_inputs_that_no_features_can_be_made_of(inputs: Any) -> None:
 # -- the rule ----------------------------------------------------------------------------------------------------
 
 
-def rows(seed: int = 0, m: int = 40, c: int = 3, gain: float = 1.0, smooth: float = 0.0) -> Rows:
+def rows(seed: int = 0, m: int = 40, c: int = 3, gain: float = 1.0, smooth: float = 0.0) -> CalibrationRows:
     """Labels that are drawn from softmax of what the features know; logits that are `gain` times too sure."""
     truth = 2 * normal(m, c, seed=seed)
     y = torch.multinomial(truth.softmax(-1), 1, generator=seeded(seed)).squeeze(-1)
     e = normal(8, m, c, seed=seed + 1)
     known = truth + 0.5 * normal(4, m, c, seed=seed + 2)
-    return Rows(
+    return CalibrationRows(
         lw.likelihoods.SoftLabels() if smooth else lw.likelihoods.Categorical(),
         gain * truth,
         e,
@@ -169,7 +169,7 @@ def rows(seed: int = 0, m: int = 40, c: int = 3, gain: float = 1.0, smooth: floa
     )
 
 
-def direct(one: Rows, s: float, f: Tensor, b: float = 0.0) -> Tensor:
+def direct(one: CalibrationRows, s: float, f: Tensor, b: float = 0.0) -> Tensor:
     """−log of the mean probability of each label, in a loop."""
     nodes = zip(one.e, one.doubt, strict=True)
     p = torch.stack([(f + math.sqrt(s) * e + b * d).softmax(-1) for e, d in nodes]).mean(0)
@@ -226,9 +226,9 @@ def test_a_network_that_was_trained_to_be_modest_has_paid_already() -> None:
     y, e = truth.argmax(-1), normal(8, 50, 4, seed=1)
     soft = torch.full((50, 4), 0.1).double().scatter(1, y[:, None], 0.7).log()  # smoothed: entropy 0.94, loss 0.36
     likelihood = lw.likelihoods.Categorical()
-    assert Rows(likelihood, soft, e, y, 50).budget == 0.0
-    assert Rows(likelihood, 10 * soft, e, y, 50).budget == classes.PREMIUM
-    chosen = classes.choose(Rows(likelihood, soft, e, y, 50))
+    assert CalibrationRows(likelihood, soft, e, y, 50).budget == 0.0
+    assert CalibrationRows(likelihood, 10 * soft, e, y, 50).budget == classes.PREMIUM
+    chosen = classes.choose(CalibrationRows(likelihood, soft, e, y, 50))
     assert chosen.scale == classes.LEAST_SCALE
     assert chosen.a == pytest.approx(1.0, abs=1e-5)
 

@@ -43,7 +43,7 @@ def variances(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_quadrature_equals_closed_forms(name: str, seed: int) -> None:
     """Identity 27."""
     closed, function = CLOSED[name]
-    rule, k = quadrature.Quadrature(function), variances(seed)
+    rule, k = quadrature.IntegratedActivation(function), variances(seed)
     close(rule.second(*k), closed.second(*k), 1e-10)
     steep = k[0] == 0  # relu has no slope at 0
     close(rule.slope(*k)[~steep], closed.slope(*k)[~steep], 1e-10)

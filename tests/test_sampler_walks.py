@@ -16,7 +16,7 @@ from helpers import normal, seeded
 from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
 from lapwing.priors import Gamma, Gaussian, Hierarchical, Jeffreys
 from lapwing.samplers import hmc, langevin, mala, metropolis, sghmc, sgld
-from lapwing.samplers.journal import Journal
+from lapwing.samplers.journal import WalkJournal
 
 
 def linear() -> tuple[nn.Module, Tensor, Tensor]:
@@ -113,15 +113,15 @@ def test_a_resumed_walk_is_the_uninterrupted_one_to_the_bit(
     noisy = lw.likelihoods.Gaussian(noise=Gamma(2.0, 2.0))
     told: dict[str, Any] = {"chains": 2, "draws": 20, "warmup": 25, **options}
     whole = sampler(model, (x, y), noisy, generator=seeded(4), **told)
-    write, path = Journal.wrote, tmp_path / "walk"
+    write, path = WalkJournal.wrote, tmp_path / "walk"
 
-    def stopped(self: Journal, t: int, walk: Any) -> None:
+    def stopped(self: WalkJournal, t: int, walk: Any) -> None:
         write(self, t, walk)
         if t == stop:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "wrote", stopped)
+        patched.setattr(WalkJournal, "wrote", stopped)
         with pytest.raises(KeyboardInterrupt):
             sampler(model, (x, y), noisy, generator=seeded(4), checkpoint=path, every=5, **told)
     assert path.exists()

@@ -46,7 +46,7 @@ HALF = 0.5  # the least R²
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class CalibrationRows:
     """What is known of m rows of training data: logits f (m, c), nodes e (j, m, c) of N(0, V), targets y; and, left
     out, draws ℓ (k, m, c) of logits with their R², means (m, c) of labels, and nodes (j, m, c) about those."""
 
@@ -103,7 +103,7 @@ class Choice:
     network: float = math.nan  # that of s = 0, a = 1, b = 0
 
 
-def choose(rows: Rows) -> Choice:
+def choose(rows: CalibrationRows) -> Choice:
     """By steps 1 to 4."""
     budget = rows.budget
     s = _largest(lambda s: rows.premium(s, 1.0), budget, LEAST_SCALE, 1.0)
@@ -119,7 +119,7 @@ def choose(rows: Rows) -> Choice:
     return Choice(s, a, b, rows.premium(s, a), rows.r2, T, *found)
 
 
-def _pooled(rows: Rows, s: float, T: float) -> tuple[float, float] | None:
+def _pooled(rows: CalibrationRows, s: float, T: float) -> tuple[float, float] | None:
     """(a, b) of the least left-out loss; None where that is not better than (1, 0) by two standard errors."""
     low, high = torch.tensor([FLOOR / T, 0.0]).double(), torch.tensor([1.0, MOST]).double()
     at = _boxed(lambda w: rows.left_out(s, w[0], w[1]).mean(), torch.tensor([1.0, 0.0]).double(), low, high)
@@ -128,7 +128,7 @@ def _pooled(rows: Rows, s: float, T: float) -> tuple[float, float] | None:
     return (a, b) if float(gain.mean()) > 2 * float(gain.std()) / math.sqrt(len(gain)) else None
 
 
-def _coolest(rows: Rows, s: float, budget: float) -> float:
+def _coolest(rows: CalibrationRows, s: float, budget: float) -> float:
     """The temperature that is within the premium beside s; 1 where the data are many."""
     return 1.0 if rows.n > FEW else _largest(lambda T: rows.premium(s, 1 / T), budget, 1.0, COOLEST)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lapwing.calibration.features import InputFeatures, input_features
-from lapwing.calibration.ridge import LOGIT_NOISE, Regression, Sums
+from lapwing.calibration.ridge import LOGIT_NOISE, RidgeFit, Sums
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.data import passes, ranks_of
 from lapwing.likelihoods import Likelihood
@@ -39,8 +39,8 @@ class Seen:
     y: Tensor
     n: int
     features: InputFeatures | None = None
-    network: Regression | None = None
-    targets: Regression | None = None
+    network: RidgeFit | None = None
+    targets: RidgeFit | None = None
 
     @property
     def draws(self) -> Tensor:
@@ -133,7 +133,7 @@ def _add(sums: list[Tensor], phi: Tensor, *targets: Tensor) -> None:
         total += one
 
 
-def _regressions(sums: list[Tensor], n: int, phi: Tensor, f: Tensor, t: Tensor) -> tuple[Regression, Regression]:
+def _regressions(sums: list[Tensor], n: int, phi: Tensor, f: Tensor, t: Tensor) -> tuple[RidgeFit, RidgeFit]:
     gram, total, *rest = sums
     of = [Sums(gram, cross, total, square, one, n) for cross, square, one in (rest[:3], rest[3:])]
     return of[0].fitted(phi, f, LOGIT_NOISE), of[1].fitted(phi, t)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.calibration.classes import FEW, HALF, Choice, Rows, choose
+from lapwing.calibration.classes import FEW, HALF, CalibrationRows, Choice, choose
 from lapwing.calibration.features import COUNT, InputFeatures, suits
 from lapwing.calibration.reading import read
-from lapwing.calibration.ridge import Regression
+from lapwing.calibration.ridge import RidgeFit
 from lapwing.errors import BrokenFile, InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.outputs import Normal, Outputs
@@ -37,7 +37,7 @@ class Calibration:
     choice: Choice
     n: int  # examples that it was chosen by
     features: InputFeatures | None = None
-    labels: Regression | None = None
+    labels: RidgeFit | None = None
     process: float = 0.0  # the weight of the process in the mixture
 
     def applied(self, made: Outputs, x: Any) -> Outputs:
@@ -135,8 +135,8 @@ def calibrate(
     seen = read(posterior, likelihood, batches, n, progress)
     known = (seen.f, seen.e, seen.y, seen.n)
     if seen.network is None or seen.targets is None:
-        return Calibration(choose(Rows(likelihood.predictive, *known)), seen.n)
-    choice = choose(Rows(likelihood.predictive, *known, seen.draws, seen.r2, seen.targets.mean, seen.doubt))
+        return Calibration(choose(CalibrationRows(likelihood.predictive, *known)), seen.n)
+    choice = choose(CalibrationRows(likelihood.predictive, *known, seen.draws, seen.r2, seen.targets.mean, seen.doubt))
     return Calibration(choice, seen.n, seen.features, seen.targets) if choice.b else Calibration(choice, seen.n)
 
 
@@ -183,7 +183,7 @@ def unpack(entries: Entries, held: Tensors) -> Calibration | None:
     weights = held.finite("calibration.weights", (d, c), double)
     between, root = held.finite("calibration.between", (c, c), double), held.finite("calibration.root", (d, d), double)
     none = offset.new_zeros(0)  # of rows that are left out
-    labels, features = Regression(weights, offset, between, root, none, none, math.nan), InputFeatures(center, scale)
+    labels, features = RidgeFit(weights, offset, between, root, none, none, math.nan), InputFeatures(center, scale)
     waves = held.finite("calibration.waves", (2,), double)
     if not torch.allclose(waves, features.fingerprint, rtol=1e-9):
         raise BrokenFile("its calibration is by other random features than this PyTorch makes of the same seed")

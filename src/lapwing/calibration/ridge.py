@@ -22,7 +22,7 @@ NOISES = torch.logspace(-4, 2, 49, dtype=torch.float64)  # j of labels
 
 
 @dataclass(frozen=True, eq=False)
-class Regression:
+class RidgeFit:
     """`weights` (d, c) and `offset` (c,): φ(x) w + offset, with B as `between` (c, c) and √j (G + j)^(−½) as `root`
     (d, d); and left out at m rows, `mean` (m, c) and `spread` (m,), 1/√M_nn, of which the noise's part is j."""
 
@@ -55,7 +55,7 @@ class Sums:
     total: Tensor
     n: int
 
-    def fitted(self, phi: Tensor, t: Tensor, noise: float | None = None) -> Regression:
+    def fitted(self, phi: Tensor, t: Tensor, noise: float | None = None) -> RidgeFit:
         """Given rows φ (m, d) and t (m, c) of the data, which are left out one by one. noise: j; None for that of the
         evidence."""
         E, U = self._spectrum
@@ -69,7 +69,7 @@ class Sums:
         outside = (1 - ((phi @ U).square() / D).sum(1)).clamp(min=torch.finfo(D.dtype).eps)  # 1 − h
         between = (square - z.mT @ (z / D[:, None])) / (j * self.n)
         root = (U * (j / D).sqrt()).contiguous()  # as a file gives it back: the order of memory rounds
-        return Regression(w, mean, between, root, t - residual / outside[:, None], (j / outside).sqrt(), j)
+        return RidgeFit(w, mean, between, root, t - residual / outside[:, None], (j / outside).sqrt(), j)
 
     @property
     def _spectrum(self) -> tuple[Tensor, Tensor]:

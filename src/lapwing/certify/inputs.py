@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lapwing import data as loading
 from lapwing import tree
-from lapwing.certify.leave_one_out import Examples, LeftOut, every, random_signs, sample, sizes_of
+from lapwing.certify.leave_one_out import LeftOut, LeftOutExamples, every, random_signs, sample, sizes_of
 from lapwing.certify.reader import Reader
 from lapwing.curvature import Probe
 from lapwing.curvature.matrix_free import FEW_COLUMNS
@@ -36,7 +36,7 @@ class Inputs:
     count: int
     j: Tensor
     weights: Tensor  # (k,), of each in a sum
-    examples: Examples | None = None
+    examples: LeftOutExamples | None = None
     numbers: Tensor | None = None  # (k,): the same where it is the same example
 
     def extra(self, before: int) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -112,6 +112,6 @@ def left_out(reader: Reader, seen: Probe, near: Gaussian, k: int, generator: tor
             else:
                 found = sample(batches, sizes if few else None, k, ranks, generator)
         reader.check()
-    examples = Examples(state, likelihood, ranks, found.held, len(found.weights), budget)
+    examples = LeftOutExamples(state, likelihood, ranks, found.held, len(found.weights), budget)
     j, count = examples.pulled(ranks.own(generator)), len(found.numbers.unique())
     return Inputs("leave-one-out", count, j, found.weights.to(device), examples, found.numbers.to(device))

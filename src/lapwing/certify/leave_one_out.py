@@ -41,7 +41,7 @@ FLOOR = 0.01  # of 1 − leverage, in sizes that examples are drawn by
 
 
 @dataclass(frozen=True, eq=False)
-class Examples:
+class LeftOutExamples:
     """k training examples, of which this rank holds those that are among its data."""
 
     state: State

@@ -22,7 +22,7 @@ from torch import Tensor
 from lapwing import data as loading
 from lapwing import fixed, given, tree
 from lapwing.curvature.applied import check_applied, looks_applied
-from lapwing.curvature.checkpoint import FitCheckpoint, Journal, as_checkpoint, identity
+from lapwing.curvature.checkpoint import FitCheckpoint, FitJournal, as_checkpoint, identity
 from lapwing.curvature.factor import Factor, cotangents, output_factor
 from lapwing.curvature.overflow import check_sums
 from lapwing.curvature.state import State, merged
@@ -173,7 +173,7 @@ class Pass:
         kind, paired = self.likelihood.kind, self.likelihood.paired
         return State(self.structure, self.factor, kind, terms, self.tangent, {}, 0, {}, {}, paired=paired)
 
-    def journal(self, place: FitCheckpoint, basis: State | None) -> Journal:
+    def journal(self, place: FitCheckpoint, basis: State | None) -> FitJournal:
         """The journal of this pass, in an open checkpoint."""
         inputs = self.seen.inputs
         first = tree.rows_of(inputs, slice(0, 1)) if self.tangent.separable(inputs) else inputs
@@ -192,7 +192,7 @@ class Pass:
         shared = replace(basis, structure=self.structure, basis=ranks.lead(accumulator.basis))
         return self.structure.start_in(shared, *start)
 
-    def run(self, accumulator: Any, journal: Journal | None) -> Running:
+    def run(self, accumulator: Any, journal: FitJournal | None) -> Running:
         """The loop."""
         seen, ranks, factor, likelihood = self.seen, self.ranks, self.factor, self.likelihood
         if journal is not None:

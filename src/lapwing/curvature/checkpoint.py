@@ -54,13 +54,13 @@ class FitCheckpoint:
         """For a pass that another follows."""
         return replace(self, last=False)
 
-    def opened(self, structures: list[str], identity: dict[str, Any], outputs: Tensor, ranks: Ranks) -> Journal:
+    def opened(self, structures: list[str], identity: dict[str, Any], outputs: Tensor, ranks: Ranks) -> FitJournal:
         """The journal of the pass of structures[0]; the others are those of the passes before it. What is in the file
         is taken up if it is of this pass, left for later if it is of one before, and refused if it is of another fit.
         Each rank has a file of its own."""
         path = self.path if ranks.alone else self.path.with_name(f"{self.path.name}.rank{ranks.rank}")
         identity = {**identity, "the number of ranks": ranks.size}
-        journal = Journal(replace(self, path=path), structures[0], identity, outputs.detach())
+        journal = FitJournal(replace(self, path=path), structures[0], identity, outputs.detach())
         try:
             with ranks.sharing_errors(f"opening the checkpoint {self.path}"):
                 journal.open(structures)
@@ -81,7 +81,7 @@ def as_checkpoint(path: str | os.PathLike[str] | FitCheckpoint | None, every: in
 
 
 @dataclass
-class Journal:
+class FitJournal:
     """One pass with its checkpoint. It begins anew if there is none (no header)."""
 
     place: FitCheckpoint
@@ -94,7 +94,7 @@ class Journal:
     start: Tensor | None = None  # of the fit's generator, when the pass began
     lock: ExitStack = field(default_factory=ExitStack, repr=False)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> FitJournal:
         return self
 
     def __exit__(self, *error: Any) -> None:

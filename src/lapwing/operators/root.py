@@ -34,7 +34,7 @@ DIGITS = 100.0  # roundings of a difference within which it has hardly a right d
 GROUPS = 64  # Gram matrices kept at the most: past that, K is formed anew for each D
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """A matrix (m, p) that gives ranges of its columns."""
 
     @property
@@ -106,7 +106,7 @@ class HeldRows:
 class RootPlusDiagonal:
     """M = Rᵀ W R + D, R (m, p), W (m, m), D (p, p)."""
 
-    rows: Rows
+    rows: RowSource
     weights: Diagonal | Mixed  # W, (m, m)
     diag: Diagonal | None = None  # D; the verbs that need M⁻¹ need it
     memo: RowGrams = field(default_factory=RowGrams)  # of R: shared by every W and D
@@ -177,7 +177,7 @@ class RootPlusDiagonal:
             self.memo.grams[key] = grams
         return self.memo.grams[key]
 
-    def paired(self, other: Rows, d: Diagonal) -> dict[str, int]:
+    def paired(self, other: RowSource, d: Diagonal) -> dict[str, int]:
         """Pairs that both sides have and that lie in one group of d: name -> group."""
         groups = {name: pair.group(d) for name, pair in self.rows.pairs.items() if name in other.pairs}
         return {name: group for name, group in groups.items() if group is not None}
@@ -265,7 +265,7 @@ def _(op: RootPlusDiagonal, n: int, generator: torch.Generator) -> Tensor:
 
 @linalg.covariance.register
 def _(op: RootPlusDiagonal, rows: Any) -> Tensor:
-    """`rows` (n, c, p) as a tensor, or a pair (Rows of n·c rows, c) that is streamed beside R."""
+    """`rows` (n, c, p) as a tensor, or a pair (RowSource of n·c rows, c) that is streamed beside R."""
     if isinstance(rows, Tensor):
         c, rows = rows.shape[1], HeldRows(rows.reshape(-1, rows.shape[-1]))
     else:

@@ -24,7 +24,7 @@ CHUNK = 1024  # examples that run at once, for every chain, where whole tensors 
 
 
 @dataclass(frozen=True, eq=False)
-class Examples:
+class HeldExamples:
     """Batches (x, y) on the network's device."""
 
     batches: tuple[tuple[Any, Tensor], ...]
@@ -32,12 +32,12 @@ class Examples:
     separable: bool  # whether batches may be cut into examples
 
     @staticmethod
-    def of(joint: LogJoint) -> Examples:
+    def of(joint: LogJoint) -> HeldExamples:
         """Those of a log joint density. Random augmentation, by which they would differ in every pass, is refused."""
         fixed.check_examples(joint.batches)
         cut = replace(joint.batches, size=CHUNK) if isinstance(joint.batches, TensorBatches) else joint.batches
         held = tuple(loading.passes(cut, joint.tangent.device))
-        return Examples(held, joint.n, joint.tangent.separable(held[0][0]))
+        return HeldExamples(held, joint.n, joint.tangent.separable(held[0][0]))
 
     @cached_property
     def whole(self) -> tuple[Any, Tensor]:

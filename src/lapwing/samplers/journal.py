@@ -24,7 +24,7 @@ from lapwing.packing import Entries, Tensors, pack_tree, sound, unpack_tree
 
 if TYPE_CHECKING:
     from lapwing.samplers.target import Target
-    from lapwing.samplers.walk import Kernel, Plan, Walk
+    from lapwing.samplers.walk import Plan, TransitionKernel, Walk
 
 SCHEMA = 1
 EVERY = 100  # steps
@@ -32,7 +32,7 @@ ANEW = "delete it to begin anew, or give another path"
 
 
 @dataclass
-class Journal:
+class WalkJournal:
     """A walk's checkpoint, and what was found there."""
 
     path: Path
@@ -82,13 +82,13 @@ class Journal:
 @contextmanager
 def opened(
     target: Target,
-    kernel: Kernel,
+    kernel: TransitionKernel,
     plan: Plan,
     generator: torch.Generator,
     start: Any,
     checkpoint: str | os.PathLike[str] | None,
     every: int | None,
-) -> Iterator[Journal | None]:
+) -> Iterator[WalkJournal | None]:
     """The journal of a walk, locked; removed once the walk has ended."""
     if checkpoint is None:
         if every is not None:
@@ -96,7 +96,9 @@ def opened(
         yield None
         return
     path = files.check_target(checkpoint)
-    journal = Journal(path, given.whole(every or EVERY, "every", 1), identity(target, kernel, plan, generator, start))
+    journal = WalkJournal(
+        path, given.whole(every or EVERY, "every", 1), identity(target, kernel, plan, generator, start)
+    )
     with locks.alone(path, "the checkpoint"):
         files.remove_unfinished(path)
         if path.exists():
@@ -105,7 +107,9 @@ def opened(
         path.unlink(missing_ok=True)
 
 
-def identity(target: Target, kernel: Kernel, plan: Plan, generator: torch.Generator, start: Any) -> dict[str, Any]:
+def identity(
+    target: Target, kernel: TransitionKernel, plan: Plan, generator: torch.Generator, start: Any
+) -> dict[str, Any]:
     """What a walk is of, in words; its bits follow from it."""
     joint = target.joint
     known = {name: value.tolist() for name, value in joint.likelihood.hyperparameters.items()}

@@ -25,7 +25,7 @@ from lapwing.errors import InvalidValue, Unsupported
 from lapwing.log_joint import LogJoint, log_joint
 from lapwing.positive import Positive
 from lapwing.priors.base import Lifted
-from lapwing.samplers.examples import Examples
+from lapwing.samplers.examples import HeldExamples
 from lapwing.samplers.routes import Routes
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import any_batching_rule, plain_kernels
@@ -40,9 +40,9 @@ class Target:
     temperature: float = 1.0
 
     @cached_property
-    def examples(self) -> Examples:
+    def examples(self) -> HeldExamples:
         """The data, in memory."""
-        return Examples.of(self.joint)
+        return HeldExamples.of(self.joint)
 
     @cached_property
     def split(self) -> int:

@@ -24,13 +24,13 @@ from lapwing.errors import InvalidValue, NotConverged, Unsupported, warn
 from lapwing.likelihoods import Several
 from lapwing.posterior import Chains
 from lapwing.samplers.adaptation import Stage, State
-from lapwing.samplers.journal import Journal, opened
+from lapwing.samplers.journal import WalkJournal, opened
 from lapwing.samplers.streams import Streams
 from lapwing.samplers.target import Target
 from lapwing.shell import Fitted
 
 
-class Kernel(Protocol):
+class TransitionKernel(Protocol):
     """One method's transition; its fields are what it was told."""
 
     @property
@@ -81,7 +81,7 @@ class Plan:
 
 def walked(
     target: Target,
-    kernel: Kernel,
+    kernel: TransitionKernel,
     plan: Plan,
     start: Any,
     generator: torch.Generator | None,
@@ -110,10 +110,10 @@ class Walk:
     """Chains under way."""
 
     target: Target
-    kernel: Kernel
+    kernel: TransitionKernel
     plan: Plan
     streams: Streams
-    journal: Journal | None
+    journal: WalkJournal | None
     state: State = field(default_factory=dict)
     alive: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # (k,) chains that go on
     lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # (k,) draws of each

@@ -20,7 +20,7 @@ from torch import Tensor
 from lapwing import given
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.gp.infinite.activations import CLOSED, Activation
-from lapwing.gp.infinite.layers import Act, Dense, Layer, run
+from lapwing.gp.infinite.layers import Act, Affine, Layer, run
 from lapwing.gp.infinite.moments import Moments, check_inputs, of_inputs
 from lapwing.gp.infinite.quadrature import integrated
 from lapwing.operators.linalg import standard_normal
@@ -145,8 +145,8 @@ def ntk(depth: int = 1, activation: Any = "relu", weight_variance: float = 2.0, 
 def mlp(depth: int, activation: Any) -> tuple[Layer, ...]:
     """The layers of a dense network with so many hidden ones."""
     phi = as_activation(activation)
-    hidden: tuple[Layer, ...] = (Dense(), Act(phi))
-    return (*hidden * given.whole(depth, "depth"), Dense())
+    hidden: tuple[Layer, ...] = (Affine(), Act(phi))
+    return (*hidden * given.whole(depth, "depth"), Affine())
 
 
 FUNCTIONS: dict[Callable[[Tensor], Tensor], str] = {

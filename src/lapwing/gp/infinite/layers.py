@@ -1,12 +1,12 @@
 """How each layer changes the moments of an infinitely wide network; w and b are the variances of weights and biases.
 
-    Dense        K ↦ w K + b                             Θ ↦ K' + w Θ
+    Affine       K ↦ w K + b                             Θ ↦ K' + w Θ
     Act          K ↦ E[φφ]                               Θ ↦ Θ ⊙ E[φ'φ']
     LayerNorm    K ↦ (K − m mᵀ)/√((v₁ + ε)(v₂ + ε))       Θ ↦ Θ/√((v₁ + ε)(v₂ + ε)), v over units and positions
-    Residual     K ↦ K_a + K_b + m_a m_bᵀ + m_b m_aᵀ      Θ ↦ Θ_a + Θ_b, of two branches with weights of their own
+    BranchSum    K ↦ K_a + K_b + m_a m_bᵀ + m_b m_aᵀ      Θ ↦ Θ_a + Θ_b, of two branches with weights of their own
 
 A layer norm takes mean and variance over infinitely many units, so they are no longer random, and its scale is 1.
-Weights are N(0, w / fan_in). An activation needs units that are normal: those of Dense or Conv, or what pools,
+Weights are N(0, w / fan_in). An activation needs units that are normal: those of Affine or Conv, or what pools,
 normalizes or adds those. Convolutions and pools are in `positions.py`.
 """
 
@@ -39,7 +39,7 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True)
-class Dense:
+class Affine:
     """A linear layer; `inputs`, where known, is what the first one must be given."""
 
     pools: ClassVar[bool] = False
@@ -125,7 +125,7 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
-class Residual:
+class BranchSum:
     """The sum of a branch and a shortcut, independent as the branch has weights; no shortcut is the identity."""
 
     branch: tuple[Layer, ...]

@@ -37,7 +37,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Quadrature:
+class IntegratedActivation:
     """Any φ: a function of a tensor, elementwise, that torch can differentiate."""
 
     function: Function
@@ -58,9 +58,9 @@ class Quadrature:
         return torch.func.jvp(self.function, (u,), (torch.ones_like(u),))[1]
 
 
-def integrated(function: Function) -> Quadrature:
+def integrated(function: Function) -> IntegratedActivation:
     """An activation by quadrature, held to finer nodes; what they differ by is told."""
-    found = Quadrature(function)
+    found = IntegratedActivation(function)
     k = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
     theta = torch.tensor([0.3, 1.0, 2.0, 3.0], dtype=torch.float64)
     worst = 0.0

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from lapwing.errors import Unsupported
 from lapwing.gp.infinite.activations import LeakyReLU
 from lapwing.gp.infinite.kernel import Kernel, as_activation
-from lapwing.gp.infinite.layers import Act, Dense, Layer, LayerNorm
-from lapwing.gp.infinite.layers import Residual as Sum
+from lapwing.gp.infinite.layers import Act, Affine, BranchSum, Layer, LayerNorm
 from lapwing.gp.infinite.positions import Conv, Flatten, Pool, Window
 
 Reader = Callable[[Any], tuple[Layer, ...]]
@@ -70,12 +69,12 @@ def _(module: nn.Sequential) -> tuple[Layer, ...]:
 
 @read.register
 def _(module: Residual) -> tuple[Layer, ...]:
-    return (Sum(read(module.branch), () if module.shortcut is None else read(module.shortcut)),)
+    return (BranchSum(read(module.branch), () if module.shortcut is None else read(module.shortcut)),)
 
 
 @read.register
 def _(module: nn.Linear) -> tuple[Layer, ...]:
-    return (Dense(module.in_features, module.bias is not None),)
+    return (Affine(module.in_features, module.bias is not None),)
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
