@@ -17,13 +17,17 @@ Forward = Callable[[nn.Module, Any], Tensor]
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """How inputs reach the model by default: floating-point numbers in its dtype, a mapping as keywords, a tuple or
-    list as positions; and what is taken of its outputs: the logits, where it returns a mapping that has some (Hugging
-    Face)."""
+    list as positions; and what is taken of its outputs."""
     inputs = _in_dtype_of(model, inputs)
     if isinstance(inputs, Mapping):
         out = model(**inputs)
     else:
         out = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    return logits_of(out)
+
+
+def logits_of(out: Any) -> Any:
+    """A network's outputs: the logits, where it returns a mapping that has some (Hugging Face)."""
     return out["logits"] if isinstance(out, Mapping) and "logits" in out else out
 
 
