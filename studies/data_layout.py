@@ -103,7 +103,11 @@ def _crispr(name: str) -> Item:
 
 
 def _sentences(part: str) -> Item:
-    readers = ("real_networks", "benchmarks/scale") if part == "train" else ("real_networks",)
+    readers = {
+        "train": ("real_networks", "sst2", "benchmarks/scale"),
+        "dev": ("real_networks",),
+        "test": ("sst2",),
+    }[part]
     return Item(f"sst2/{part}.tsv", readers, columns("\t", 2), "SST-2, of the GLUE benchmark")
 
 
@@ -130,5 +134,5 @@ LAYOUT = (
     *map(_classes, CLASSES),
     *map(_crispr, CRISPR),
     Item("toy1d/mcycle.csv", ("heteroscedastic",), columns(",", 3), "mcycle of R's package MASS"),
-    *map(_sentences, ("train", "dev")),
+    *map(_sentences, ("train", "dev", "test")),
 )

