@@ -1,0 +1,254 @@
+"""The Gaussian q(v) = N(m, S) nearest to the posterior of the tangent model h(x, v) = f(x, θ*) + J(x)(v − θ*), which
+maximizes a lower bound of that model's evidence:
+
+    L = Σ_n E[log p(y_n | f)] − KL(q ‖ N(m₀, A⁻¹)),      f ~ N(h(x_n, m), V_n),   V_n = J_n S J_nᵀ
+    KL = ½ [‖m − m₀‖²_A + log|S⁻¹| − log|A| − Σ_n tr W_n V_n]
+
+At its maximum S⁻¹ = A + Σ J_nᵀ W_n J_n with W_n = E[−∂² log p], and A (m − m₀) = Σ J_nᵀ E[∂ log p]. A step goes a part t of the
+way to both, and is halved until L rises; t = 1 is Newton's. Laplace has W_n at one f, in place of its mean. Where log p is quadratic
+in f, q is the posterior and L its evidence. Otherwise q is as wide as the data leave it, also where the network is sure: there W_n
+vanishes at f, and not on the average. (Opper and Archambeau 2009; Friston et al. 2007, "variational Laplace".)
+
+Expectations are by the nodes that predictions have. Shapes: m rows of outputs (one a position), c outputs, p weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from lapwing import data as loading
+from lapwing import given
+from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.errors import InvalidValue, NotConverged, Unsupported
+from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal, linalg
+from lapwing.outputs import Nodes, Normal, Outputs
+from lapwing.outputs.points import psd_root
+from lapwing.posterior import register
+from lapwing.posterior.gaussian import Gaussian
+from lapwing.predictive.integral import Integral
+from lapwing.samplers.target import Target, targeted
+from lapwing.shell import Fitted
+from lapwing.tangent import TangentModel
+from lapwing.tree import Layout
+from lapwing.variational.posterior import Bound
+
+SMALLEST = 2.0**-30  # of a step
+
+
+def tangent(
+    model: nn.Module,
+    data: Any,
+    likelihood: Any,
+    *,
+    prior: Any = 1.0,
+    steps: int = 100,
+    tolerance: float = 1e-8,
+    subset: Any = "all",
+    forward: Any = None,
+    memory_budget: Any = 2**30,
+    progress: bool = False,
+) -> Fitted:
+    """The nearest Gaussian of all weights together, in the tangent model; predictions are about h(x, m), its own mean.
+
+    prior: Gaussian, as that of a tuned `lw.laplace`. J of all data is held in memory, within memory_budget bytes.
+    tolerance: of the bound, relative, at which steps end. `post.diagnostics` has the bound at each step."""
+    target = targeted(model, data, likelihood, prior, 1.0, subset, forward)
+    _check(target)
+    problem = _read(target, given.memory(memory_budget))
+    here = problem.start
+    trace = [here.bound]
+    for _ in tqdm(range(given.whole(steps, "steps", 1)), "variational", disable=not progress, leave=False):
+        there = _risen(problem, here)
+        if there is None:
+            break
+        trace.append(there.bound)
+        small = float(there.bound - here.bound) <= tolerance * max(1.0, abs(float(here.bound)))
+        here = there
+        if small:
+            break
+    else:
+        raise NotConverged(
+            f"the bound still rose by {float(trace[-1] - trace[-2]):.3g} in the last of {steps} steps; give more steps, or "
+            "a larger tolerance"
+        )
+    root = problem.root(here.w)
+    found = TangentVariational(target.joint.tangent, here.mean, problem.m0, root, problem.a, torch.stack(trace))
+    return target.joint.fitted(found, "variational inference in the tangent model")
+
+
+def _check(target: Target) -> None:
+    likelihood, prior = target.joint.likelihood, target.joint.prior
+    if not prior.gaussian:
+        raise Unsupported(
+            f"variational inference in the tangent model needs a Gaussian prior, and {type(prior).__name__} is none; use "
+            "lw.variational.mean_field or layerwise"
+        )
+    if target.unknown:
+        raise Unsupported(
+            f"variational inference keeps the likelihood's {', '.join(target.unknown)} fixed; give a number, or sample "
+            "it with lw.samplers.hmc"
+        )
+    if not likelihood.concave:
+        raise Unsupported(
+            f"{likelihood.name} is not concave in the network's outputs, so W may not be positive; use "
+            "lw.variational.mean_field or layerwise"
+        )
+
+
+# -- the problem --------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A q, and what follows from it."""
+
+    mean: Tensor  # (p,)
+    w: Tensor  # W (m, c, c)
+    bound: Tensor  # L, 0-dim
+    score: Tensor  # E[∂ log p] (m, c)
+    curvature: Tensor  # E[−∂² log p] (m, c, c)
+    precision: Any  # S⁻¹
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The tangent model at all data, with its prior."""
+
+    likelihood: Any
+    f: Tensor  # h at θ*, (m, c)
+    y: Tensor
+    rows: Tensor  # J (m, c, p)
+    theta: Tensor  # θ* (p,)
+    a: Tensor  # diag A (p,)
+    m0: Tensor  # (p,)
+
+    @cached_property
+    def start(self) -> Place:
+        """Laplace's q about θ*."""
+        root = self.likelihood.scaled_root(self.f, self.y)
+        return self.at(self.theta, root @ root.mT)
+
+    def root(self, w: Tensor) -> Tensor:
+        """R with RᵀR = Σ J_nᵀ W_n J_n, (m·c, p), or (p, p) where that is less."""
+        r = torch.einsum("mcq,mcp->mqp", psd_root(w), self.rows).flatten(0, 1)
+        return r if len(r) <= r.shape[1] else torch.linalg.qr(r, mode="r").R
+
+    def at(self, mean: Tensor, w: Tensor) -> Place:
+        """The bound, and where it points."""
+        precision = _precision(self.root(w), self.a)
+        h = self.f + self.rows @ (mean - self.theta)
+        v = torch.cat([linalg.covariance(precision, some) for some in self.rows.split(64)])
+        integral = Integral(self.likelihood, Normal(h, v))
+        fit = integral.over(lambda one, some, rows: some.average(self._log_prob(one, some, rows)))
+        score = integral.over(lambda one, some, rows: some.average(one.gradient(some.f, self._y(some, rows))))
+        curvature = integral.over(self._curvature)
+        price = (self.a * (mean - self.m0).square()).sum() + linalg.logdet(precision) - self.a.log().sum()
+        kl = 0.5 * (price - torch.einsum("mab,mab->", w, v))
+        return Place(mean, w, fit.sum() - kl, score, curvature, precision)
+
+    def towards(self, here: Place, t: float) -> Place:
+        """A part t of the way."""
+        gradient = torch.einsum("mc,mcp->p", here.score, self.rows) - self.a * (here.mean - self.m0)
+        w = torch.lerp(here.w, here.curvature, t)
+        newton = linalg.solve(_precision(self.root(w), self.a), gradient.unsqueeze(0))[0]
+        return self.at(here.mean + t * newton, w)
+
+    def _y(self, some: Nodes, rows: Tensor) -> Tensor:
+        return self.y[rows].expand(len(some.f), len(rows), *self.y.shape[1:])
+
+    def _log_prob(self, likelihood: Any, some: Nodes, rows: Tensor) -> Tensor:
+        y = self._y(some, rows)
+        return likelihood.log_prob(some.f.flatten(0, 1), y.flatten(0, 1)).reshape(some.f.shape[:2])
+
+    def _curvature(self, likelihood: Any, some: Nodes, rows: Tensor) -> Tensor:
+        root = likelihood.scaled_root(some.f.flatten(0, 1), self._y(some, rows).flatten(0, 1))
+        return some.average((root @ root.mT).reshape(*some.f.shape, -1))
+
+
+def _precision(root: Tensor, a: Tensor) -> Any:
+    """RᵀR + A, whichever form is smaller."""
+    k, p = root.shape
+    held = RootPlusDiagonal(HeldRows(root), Diagonal(root.new_ones(1), k)) if k < p else Dense(root.mT @ root)
+    return linalg.shift(held, Diagonal(a, p))
+
+
+def _risen(problem: Problem, here: Place) -> Place | None:
+    """A step up from here; None where there is none."""
+    t = 1.0
+    while t > SMALLEST:
+        there = problem.towards(here, t)
+        if float(there.bound) > float(here.bound):
+            return there
+        t /= 2
+    return None
+
+
+def _read(target: Target, budget: int) -> Problem:
+    """Outputs and J at all data, by one pass."""
+    joint = target.joint
+    model, fs, ys, rows = joint.tangent, [], [], []
+    p = model.layout.size
+    for x, y in loading.passes(joint.batches, model.device):
+        out = model(x)
+        f = flat_outputs(out).to(torch.float64)
+        size = 8 * joint.n * f.numel() // len(y) * p
+        if size > budget:
+            raise InvalidValue(
+                f"J of all data takes {size / 1e9:.3g} GB, past memory_budget; raise it, give subset='last_layer', or use "
+                "lw.variational.mean_field, which holds none"
+            )
+        fs.append(f)
+        ys.append(flat_targets(joint.likelihood, out, y))
+        rows.append(model.rows(x).to(torch.float64).reshape(*f.shape, p))
+    theta = model.theta.to(torch.float64)
+    a, shift = joint.prior.quadratic(theta)
+    a = a.dense()
+    return Problem(joint.likelihood, torch.cat(fs), torch.cat(ys), torch.cat(rows), theta, a, shift / a)
+
+
+# -- what is found ------------------------------------------------------------------------------------------------
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class TangentVariational:
+    """N(m, (RᵀR + A)⁻¹) over the weights of the tangent model; outputs are about h(x, m)."""
+
+    unsaved: ClassVar[tuple[str, ...]] = ("tangent",)  # by a network; not in files
+    tangent: TangentModel
+    mean: Tensor  # m (p,)
+    prior_mean: Tensor  # (p,)
+    root: Tensor  # R (k, p)
+    prior_precision: Tensor  # diag A (p,)
+    trace: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+
+    @cached_property
+    def gaussian(self) -> Gaussian:
+        """With its precision as an operator."""
+        return Gaussian(self.tangent, self.mean, _precision(self.root, self.prior_precision))
+
+    @property
+    def layout(self) -> Layout:
+        """Of the selected weights."""
+        return self.tangent.layout
+
+    @property
+    def diagnostics(self) -> Bound:
+        """The bound, without a sampling error, and its values at each step."""
+        return Bound(self.trace[-1], torch.zeros_like(self.trace[-1]), self.trace)
+
+    def outputs(self, x: Any, joint: bool = False) -> Outputs:
+        """N(h(x, m), J S Jᵀ)."""
+        return self.gaussian.outputs(x, joint, center=self.mean)
+
+    def draw(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n weight vectors, (n, p)."""
+        return self.gaussian.draw(n, generator)
+
+    def __str__(self) -> str:
+        return "a Gaussian of all weights"
