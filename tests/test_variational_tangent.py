@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import backward_rows, close
 from torch import Tensor, nn
 
 import lapwing as lw
+from helpers import backward_rows, close
 from lapwing.errors import InvalidValue, NotConverged, Unsupported
 
 

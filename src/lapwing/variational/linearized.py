@@ -4,10 +4,11 @@ maximizes a lower bound of that model's evidence:
     L = Σ_n E[log p(y_n | f)] − KL(q ‖ N(m₀, A⁻¹)),      f ~ N(h(x_n, m), V_n),   V_n = J_n S J_nᵀ
     KL = ½ [‖m − m₀‖²_A + log|S⁻¹| − log|A| − Σ_n tr W_n V_n]
 
-At its maximum S⁻¹ = A + Σ J_nᵀ W_n J_n with W_n = E[−∂² log p], and A (m − m₀) = Σ J_nᵀ E[∂ log p]. A step goes a part t of the
-way to both, and is halved until L rises; t = 1 is Newton's. Laplace has W_n at one f, in place of its mean. Where log p is quadratic
-in f, q is the posterior and L its evidence. Otherwise q is as wide as the data leave it, also where the network is sure: there W_n
-vanishes at f, and not on the average. (Opper and Archambeau 2009; Friston et al. 2007, "variational Laplace".)
+At its maximum S⁻¹ = A + Σ J_nᵀ W_n J_n with W_n = E[−∂² log p], and A (m − m₀) = Σ J_nᵀ E[∂ log p]. A step goes a
+part t of the way to both, and is halved until L rises; t = 1 is Newton's. Laplace has W_n at one f, in place of its
+mean. Where log p is quadratic in f, q is the posterior and L its evidence. Elsewhere q is as wide as the data leave it,
+also where the network is sure: there W_n vanishes at f, and not on the average. (Opper and Archambeau 2009; Friston et
+al. 2007, "variational Laplace".)
 
 Expectations are by the nodes that predictions have. Shapes: m rows of outputs (one a position), c outputs, p weights.
 """
@@ -38,7 +39,7 @@ from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
 from lapwing.variational.posterior import Bound
 
-SMALLEST = 2.0**-30  # of a step
+SMALLEST = 2.0**-10  # part of a step: where none rises, L is at its maximum, to what nodes leave open
 
 
 def tangent(
@@ -61,11 +62,11 @@ def tangent(
     target = targeted(model, data, likelihood, prior, 1.0, subset, forward)
     _check(target)
     problem = _read(target, given.memory(memory_budget))
-    here = problem.start
+    here, t = problem.start, 1.0
     trace = [here.bound]
     for _ in tqdm(range(given.whole(steps, "steps", 1)), "variational", disable=not progress, leave=False):
-        there = _risen(problem, here)
-        if there is None:
+        there, t = _risen(problem, here, min(1.0, 2 * t))
+        if t < SMALLEST:
             break
         trace.append(there.bound)
         small = float(there.bound - here.bound) <= tolerance * max(1.0, abs(float(here.bound)))
@@ -74,8 +75,8 @@ def tangent(
             break
     else:
         raise NotConverged(
-            f"the bound still rose by {float(trace[-1] - trace[-2]):.3g} in the last of {steps} steps; give more steps, or "
-            "a larger tolerance"
+            f"the bound still rose by {float(trace[-1] - trace[-2]):.3g} in the last of {steps} steps; give more "
+            "steps, or a larger tolerance"
         )
     root = problem.root(here.w)
     found = TangentVariational(target.joint.tangent, here.mean, problem.m0, root, problem.a, torch.stack(trace))
@@ -86,8 +87,8 @@ def _check(target: Target) -> None:
     likelihood, prior = target.joint.likelihood, target.joint.prior
     if not prior.gaussian:
         raise Unsupported(
-            f"variational inference in the tangent model needs a Gaussian prior, and {type(prior).__name__} is none; use "
-            "lw.variational.mean_field or layerwise"
+            f"variational inference in the tangent model needs a Gaussian prior, and {type(prior).__name__} is none; "
+            "use lw.variational.mean_field or layerwise"
         )
     if target.unknown:
         raise Unsupported(
@@ -177,15 +178,14 @@ def _precision(root: Tensor, a: Tensor) -> Any:
     return linalg.shift(held, Diagonal(a, p))
 
 
-def _risen(problem: Problem, here: Place) -> Place | None:
-    """A step up from here; None where there is none."""
-    t = 1.0
-    while t > SMALLEST:
+def _risen(problem: Problem, here: Place, t: float) -> tuple[Place, float]:
+    """A step up from here and its part, t at the most; less than SMALLEST where there is none."""
+    while t >= SMALLEST:
         there = problem.towards(here, t)
         if float(there.bound) > float(here.bound):
-            return there
+            return there, t
         t /= 2
-    return None
+    return here, t
 
 
 def _read(target: Target, budget: int) -> Problem:
@@ -199,15 +199,15 @@ def _read(target: Target, budget: int) -> Problem:
         size = 8 * joint.n * f.numel() // len(y) * p
         if size > budget:
             raise InvalidValue(
-                f"J of all data takes {size / 1e9:.3g} GB, past memory_budget; raise it, give subset='last_layer', or use "
-                "lw.variational.mean_field, which holds none"
+                f"J of all data takes {size / 1e9:.3g} GB, past memory_budget; raise it, give subset='last_layer', or "
+                "use lw.variational.mean_field, which holds none"
             )
         fs.append(f)
         ys.append(flat_targets(joint.likelihood, out, y))
         rows.append(model.rows(x).to(torch.float64).reshape(*f.shape, p))
     theta = model.theta.to(torch.float64)
-    a, shift = joint.prior.quadratic(theta)
-    a = a.dense()
+    precision, shift = joint.prior.quadratic(theta)
+    a = precision.dense()
     return Problem(joint.likelihood, torch.cat(fs), torch.cat(ys), torch.cat(rows), theta, a, shift / a)
 
 
