@@ -184,9 +184,8 @@ def _laplace(tensors: dict[str, Tensor], header: dict[str, Any], model: nn.Modul
     tangent = linearized(saved, model, forward, path)
     device = tangent.device
     state, prior = saved.attached(tangent), saved.prior.bind(tangent.layout, device)
-    if hasattr(prior, "put_back"):  # it has seen the curvature, which may be known by passes over the data alone
-        with sound("its prior"):
-            prior = prior.put_back(tangent.theta)
+    with sound("its prior"):  # it may have seen the curvature, which may be known by passes over the data alone
+        prior = prior.put_back(tangent.theta)
     la = _assemble(state, prior, saved.likelihood.to(device), saved.memory_budget)
     (at, process), temperature = saved.centers_at(device), saved.temperature
     held = None if saved.calibration is None else saved.calibration.to(device)
