@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing import files, given, io, likelihoods, priors, tree
+from lapwing import files, given, io, likelihoods, priors, registry, tree
 from lapwing.api.object import Laplace, check_served
 from lapwing.arguments import (
     STRUCTURE_OF,
@@ -160,6 +160,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Any = None,
 def _loaded(content: io.Content, model: nn.Module, forward: Any, path: Any) -> Shell:
     tensors, header = content
     kind = header.get("kind")
+    if kind not in LOADERS:
+        registry.complete()
     if kind not in LOADERS:
         raise BrokenFile(f"it holds a {kind!r}, and Lapwing reads {list(LOADERS)}")
     return LOADERS[kind](tensors, header, model, forward, path)
