@@ -70,3 +70,14 @@ def test_the_quick_tier_has_every_value_of_every_parameter(sizes: tuple[int, ...
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (SOURCE / "py.typed").read_bytes() == b""
+
+
+def test_one_version_everywhere() -> None:
+    places = {
+        "pyproject.toml": r'^version = "([\d.]+)"',
+        "CITATION.cff": r"^version: ([\d.]+)",
+        "README.md": r"version = \{([\d.]+)\}",
+        "CHANGELOG.md": r"^## \[([\d.]+)\]",
+    }
+    said = {page: re.search(at, (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE) for page, at in places.items()}
+    assert {page: found[1] for page, found in said.items() if found} == dict.fromkeys(places, lw.__version__)

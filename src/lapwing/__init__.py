@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lapwing import ensembles, gp, samplers, testing, truth, variational
     from lapwing.truth import truth_bench
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 LATER = ("ensembles", "gp", "samplers", "testing", "truth", "variational")
 
