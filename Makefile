@@ -9,8 +9,11 @@ JAX    := .venv-jax
 JSTAMP := $(JAX)/.installed
 DOCS   := .venv-docs
 DSTAMP := $(DOCS)/.installed
+BUILD  := .venv-build
+BSTAMP := $(BUILD)/.installed
+PYTHONS ?= python3.10 python3.12 python3.13
 
-.PHONY: env demo test test-all lint docs data soak test-peers bench clean
+.PHONY: env demo test test-all test-numpy test-oldest lint docs data soak test-peers bench dist test-dist clean
 
 env: $(STAMP)
 
@@ -27,9 +30,21 @@ demo: env
 test: env
 	$(BIN)/python -m pytest -n 2
 
-# Every case.
+# Every case, and a slice of the tests with the oldest NumPy.
 test-all: env
 	$(BIN)/python -m pytest -n 2 -m ""
+	$(MAKE) test-numpy
+
+# A slice at the oldest NumPy, safetensors and tqdm of pyproject.toml. That NumPy has no Python past 3.11.
+test-numpy:
+	$(PYTHON) tests/release/floors.py
+
+# Opt-in: the same slice with the oldest PyTorch too, and with the tested one on other Pythons, those of PYTHONS that are here.
+test-oldest:
+	$(PYTHON) tests/release/floors.py --torch
+	for one in $(PYTHONS); do \
+	  if command -v $$one > /dev/null; then $$one tests/release/floors.py --tested || exit 1; \
+	  else echo "not run: $$one is not here"; fi; done
 
 lint: env
 	$(BIN)/ruff check .
@@ -80,5 +95,20 @@ test-peers: $(PSTAMP) $(JSTAMP)
 bench: $(PSTAMP)
 	$(PEERS)/bin/python benchmarks/exact.py
 
+# A wheel and a source archive in dist/, held to what a package index asks of them.
+$(BSTAMP): pyproject.toml constraints.txt
+	test -x $(BUILD)/bin/python || $(PYTHON) -m venv $(BUILD)
+	$(BUILD)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build hatchling twine
+	touch $@
+
+dist: $(BSTAMP)
+	rm -rf dist
+	$(BUILD)/bin/python -m build --no-isolation --outdir dist .
+	$(BUILD)/bin/python -m twine check --strict dist/*
+
+# Opt-in: each extra of the wheel, alone, in an environment of its own; README's code runs without any.
+test-dist: dist
+	$(PYTHON) tests/release/check.py dist
+
 clean:
-	rm -rf $(VENV) $(PEERS) $(JAX) $(DOCS) out
+	rm -rf $(VENV) $(PEERS) $(JAX) $(DOCS) $(BUILD) out dist

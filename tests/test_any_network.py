@@ -466,7 +466,9 @@ class Wide(nn.Module):
         return torch.tanh(self.body(x)) @ self.spread
 
 
-@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize(
+    "structure", [pytest.param("full", marks=pytest.mark.full), "kron", pytest.param("diag", marks=pytest.mark.full)]
+)
 def test_draws_of_many_outputs_have_the_exact_covariance(structure: str) -> None:
     net, samples = moved(Wide()), 600
     la = lw.laplace(net, (normal(5, 2), normal(5, 600, seed=1)), "gaussian", structure=structure, prior=PRIOR)

@@ -544,10 +544,10 @@ def test_weights_that_no_output_depends_on() -> None:
 @pytest.mark.usefixtures("coarse")
 @pytest.mark.filterwarnings("ignore:all 96 outputs lie in")  # of a network that is not trained, by chance
 def test_intervals_cover_the_dense_truth_nine_times_in_ten() -> None:
-    """40 networks and probes of their own; at 90 %, fewer than 30 hits have a chance of 0.15 % (binomial), and 160 of
-    160, for intervals that are too wide, hardly any."""
+    """24 networks and probes of their own; at 90 %, fewer than 17 hits have a chance of .2 % (binomial), and 96 of 96,
+    for intervals that are too wide, of .004 %."""
     hits = {"trace": 0, "log_det": 0, "variance_training": 0, "variance": 0}
-    for seed in range(40):
+    for seed in range(24):
         kind = ("gaussian", "categorical", "bernoulli")[seed % 3]
         model, (x, y) = network(100 + seed, 2, 3, 3), batch(100 + seed, kind, 60, 2, 3)
         la = lw.laplace(model, (x, y), kind, structure="diag", prior=(0.5, 2.0)[seed % 2])
@@ -559,8 +559,8 @@ def test_intervals_cover_the_dense_truth_nine_times_in_ten() -> None:
         for name, t in zip(hits, dense, strict=True):
             e = probed if name == "trace" else getattr(found, name)
             hits[name] += e.interval[0] <= t <= e.interval[1]
-    assert all(n >= 30 for n in hits.values()), hits
-    assert sum(hits.values()) < 160
+    assert all(n >= 17 for n in hits.values()), hits
+    assert sum(hits.values()) < 96
 
 
 def left_out(la: Any, J: Tensor, hessian: Tensor) -> float:

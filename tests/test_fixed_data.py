@@ -166,7 +166,10 @@ SHUFFLED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SHUFFLED)
+SLOW = ("worker",)  # another process; the stream of one worker is as slow, and shows both
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k in SLOW else k for k in SHUFFLED])
 def test_shuffling_is_never_refused(kind: str) -> None:
     data = SHUFFLED[kind]()
     la = lw.laplace(net(), data, "gaussian", structure="ekfac")

@@ -350,7 +350,7 @@ def test_a_sketch_past_all_memory_is_refused_before_it_is_made(monkeypatch: pyte
         lw.laplace(model, (x, y), likelihood, structure=LowRank(20))
 
 
-@pytest.mark.parametrize("budget", [2**24, 2**26])
+@pytest.mark.parametrize("budget", [pytest.param(2**24, marks=pytest.mark.full), 2**26])
 def test_the_default_preconditioner_keeps_to_its_budget(budget: int) -> None:
     """Of 20,000 parameters, and 10 outputs of 96 examples: 960 rows, nine times the smaller budget."""
     torch.manual_seed(0)

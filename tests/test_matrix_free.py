@@ -307,7 +307,7 @@ def test_draws_are_the_kept_samples_or_fresh_ones() -> None:
 # -- the stochastic route ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["regression", "classes"])
+@pytest.mark.parametrize("name", ["regression", pytest.param("classes", marks=pytest.mark.full)])
 def test_minibatches_lead_to_the_samples_of_cg(name: str) -> None:
     net, x, y, likelihood = PROBLEMS[name](1)
     loader = DataLoader(TensorDataset(x, y), batch_size=4)
@@ -426,8 +426,11 @@ def test_evidence_agrees_with_full_within_its_bar(name: str, preconditioner: str
 
 @pytest.mark.parametrize(
     ("problem", "preconditioner", "samples"),
-    [(regression, "kron", 32), (classes, "none", 16), (attention, "nystrom", 16)],
-    ids=["mlp", "cnn", "attention"],
+    [
+        pytest.param(regression, "kron", 32, id="mlp", marks=pytest.mark.full),
+        pytest.param(classes, "none", 16, id="cnn"),
+        pytest.param(attention, "nystrom", 16, id="attention", marks=pytest.mark.full),
+    ],
 )
 def test_bars_are_honest(problem: Callable[..., Any], preconditioner: str, samples: int, jacobian: Oracle) -> None:
     """90 % bars of evidence, γ and predictive variances hold the truth of the dense curvature in 80 to 97 of 100 runs.

@@ -8,6 +8,7 @@ letters of any alphabet.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import keyword
 from collections.abc import Callable
@@ -38,6 +39,7 @@ ODD = [
 ]  # fmt: skip
 
 
+@functools.cache
 def words() -> list[str]:
     """Every word that the source quotes and every field of its classes, so every key and slot that it uses; of Python
     and torch, their own."""
@@ -115,23 +117,46 @@ def quadruples(names: list[str]) -> list[tuple[str, str, str, str]]:
     return out  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("structure", ["kron", "block", "ekfac"])
+BY_PART = ("kron", "block", "ekfac")  # where names meet keys
+
+
+@pytest.mark.parametrize("structure", BY_PART)
 def test_every_word_of_the_library_is_a_name(structure: str) -> None:
-    """Kept by part: the structures where names meet keys. A quarter of the words in each place."""
+    """A quarter of the words in each place; each in one of the structures."""
     names = words()
     assert len(names) > 600
+    check_words(structure, names, BY_PART.index(structure), len(BY_PART))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("structure", BY_PART)
+def test_every_word_is_a_name_in_every_structure(structure: str) -> None:
+    check_words(structure, words(), 0, 1)
+
+
+def check_words(structure: str, names: list[str], first: int, step: int) -> None:
     expected = told(network(), structure)
-    for i in range(0, len(names) - 3, 4):
+    for i in range(4 * first, len(names) - 3, 4 * step):
         four = tuple(names[i : i + 4])
         same(told(network(four), structure), expected, four)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_odd_names_in_every_place(structure: str) -> None:
+    """Each four of them in one of the structures."""
+    check_odd(structure, list(STRUCTURES).index(structure), len(STRUCTURES))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_odd_names_in_every_place_of_every_structure(structure: str) -> None:
+    check_odd(structure, 0, 11 if structure == "matrix_free" else 3)
+
+
+def check_odd(structure: str, first: int, step: int) -> None:
     fixed = ["index", "scatter", "jacobian", "blocks", "companion", "streamed", "rows", "root", "span", "eigenvalues"]
-    slow = structure == "matrix_free"
     expected = told(network(), structure, center="tangent")
-    for four in quadruples([*fixed, "dropped", "jitter", *ODD])[:: 11 if slow else 3]:
+    for four in quadruples([*fixed, "dropped", "jitter", *ODD])[first::step]:
         same(told(network(four), structure, center="tangent"), expected, four)
 
 

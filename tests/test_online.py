@@ -93,7 +93,9 @@ def test_the_penalty_can_be_differentiated_twice(mlp: nn.Module, regression: tup
 # -- updates -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("per", ["all", "layer", "unit"])
+@pytest.mark.parametrize(
+    "per", [pytest.param("all", marks=pytest.mark.full), "layer", pytest.param("unit", marks=pytest.mark.full)]
+)
 def test_an_update_climbs_to_a_stationary_point_of_the_evidence_at_the_weights(per: str) -> None:
     torch.manual_seed(3)
     mlp = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()

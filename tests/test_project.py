@@ -40,6 +40,17 @@ def test_the_layers_of_a_page_are_those_that_are_checked(page: str) -> None:
     assert "ignore_imports" not in contract
 
 
+def test_the_table_of_the_house_has_every_room_and_only_files_that_are_there() -> None:
+    lines = (ROOT / "docs/design.md").read_text(encoding="utf-8").splitlines()
+    named = {line.split("|")[1]: line.split("|")[2:] for line in lines if line.startswith("| `")}
+    there = {p.stem for p in SOURCE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__"}
+    assert there - {name.rpartition("/")[2] for name in re.findall(r"`(\w+)(?:/|\.py)`", " ".join(named))} == set()
+    for room, files in named.items():
+        folders = [SOURCE, *(SOURCE / name for name in re.findall(r"`(\w+)/`", room))]
+        for file in re.findall(r"`([\w/]+\.py)`", " ".join(files)):
+            assert any((folder / file).exists() for folder in folders), f"{room.strip()}: {file}"
+
+
 @pytest.mark.parametrize("path", sorted({*re.findall(r"`([\w/]+\.(?:py|md|toml))`", GUIDE)}))
 def test_files_that_the_guide_names_exist(path: str) -> None:
     assert (SOURCE / path).exists() or (ROOT / path).exists()
@@ -70,3 +81,14 @@ def test_the_quick_tier_has_every_value_of_every_parameter(sizes: tuple[int, ...
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (SOURCE / "py.typed").read_bytes() == b""
+
+
+def test_one_version_everywhere() -> None:
+    places = {
+        "pyproject.toml": r'^version = "([\d.]+)"',
+        "CITATION.cff": r"^version: ([\d.]+)",
+        "README.md": r"version = \{([\d.]+)\}",
+        "CHANGELOG.md": r"^## \[([\d.]+)\]",
+    }
+    said = {page: re.search(at, (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE) for page, at in places.items()}
+    assert {page: found[1] for page, found in said.items() if found} == dict.fromkeys(places, lw.__version__)

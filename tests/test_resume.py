@@ -532,7 +532,7 @@ def trial_on_ranks(folder: Path, structure: str, at: int) -> None:
 # -- as processes ----------------------------------------------------------------------------------------------------
 
 
-TRIALS = 20
+TRIALS = len(CASES)  # one of each; `make soak` makes 200 kills
 RANKS = [("kron", 2 + 10 + 7), ("ekfac", 2 + 10 + 4), ("ekfac", 2 + 10 + 10 + 8)]  # in the first pass and in the second
 
 

@@ -144,7 +144,10 @@ def test_fewer_directions_are_those_of_the_krylov_space(rank: int, jacobian) -> 
     assert score.passes == rank
 
 
-@pytest.mark.parametrize(("directions", "size"), [(5, 12), (5, 40), (2, 4)])
+@pytest.mark.parametrize(
+    ("directions", "size"),
+    [(5, 12), pytest.param(5, 40, marks=pytest.mark.full), pytest.param(2, 4, marks=pytest.mark.full)],
+)
 def test_a_small_sketch_is_right_on_average(directions: int, size: int, jacobian) -> None:
     """The same directions in many sketches. These are not quite uniform over projections, which 3 % allows for."""
     model = problem("classes")[0]

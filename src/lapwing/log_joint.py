@@ -67,7 +67,7 @@ def log_joint(
     likelihood, batches = as_likelihood(likelihood), loading.as_batches(data)
     tangent = as_tangent(model, batches, subset, forward)
     bound = as_prior(prior, tangent.layout, tangent.device)
-    if hasattr(bound, "at"):
+    if bound.of_curvature:
         raise Unsupported("the g-prior is made of the curvature, which this density does not have; use a precision")
     n, targets, likelihood = 0, 0, likelihood.to(tangent.device)
     for x, y in loading.passes(batches, tangent.device):

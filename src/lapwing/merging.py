@@ -18,6 +18,7 @@ from lapwing.curvature import State
 from lapwing.data import Joined
 from lapwing.errors import InvalidValue
 from lapwing.posterior import placed
+from lapwing.priors import Prior
 
 
 def merge(
@@ -77,13 +78,13 @@ def _check_objects(a: Laplace, b: Laplace, who: str) -> None:
             )
 
 
-def _same_prior(a: Any, b: Any) -> bool:
+def _same_prior(a: Prior, b: Prior) -> bool:
     mine, theirs = a.facts(), b.facts()
     same = type(a) is type(b) and a.kind == b.kind and a.names == b.names and mine.keys() == theirs.keys()
     return same and all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
 
-def _described(prior: Any) -> str:
+def _described(prior: Prior) -> str:
     return f"{prior.kind} with " + ", ".join(f"{k} {_spread(v.reshape(-1))}" for k, v in prior.hyperparameters.items())
 
 

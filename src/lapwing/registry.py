@@ -1,13 +1,14 @@
 """Classes that files name. A class enters when it is defined; what has not entered cannot be saved, nor loaded.
 
 A file holds a class's family ("likelihood", "prior", "structure"), name and module, and never code. Loading looks the
-name up here and imports nothing, so a file cannot make Python run anything. A class that is defined again (a notebook
-cell that is run again) takes the place of the one before. Classes that are defined inside a function have no name of
-their own, since each call defines another, and are refused.
+name up here, and imports nothing but rooms of the package itself (`later`), so a file cannot make Python run anything.
+A class that is defined again (a notebook cell that is run again) takes the place of the one before. Classes that are
+defined inside a function have no name of their own, since each call defines another, and are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -16,11 +17,23 @@ from lapwing.errors import InvalidValue
 OWN = "lapwing"  # stands for all its modules: a file survives a class that moves between them
 
 _classes: dict[tuple[str, str, str], type] = {}
+_later: list[Callable[[], None]] = []
 
 
 def enter(family: str, cls: type) -> None:
     """Let files name a class; the bases of likelihoods and priors call this for every subclass."""
     _classes[(family, *_name(cls))] = cls
+
+
+def later(define: Callable[[], None]) -> None:
+    """Put off what defines classes of the package, until a file holds a name that has not entered."""
+    _later.append(define)
+
+
+def complete() -> None:
+    """Define what was put off."""
+    while _later:
+        _later.pop()()
 
 
 def name_of(family: str, cls: type, how: str) -> tuple[str, str]:
@@ -46,6 +59,8 @@ def name_of(family: str, cls: type, how: str) -> tuple[str, str]:
 
 def find(family: str, module: str, name: str, where: Any) -> type:
     """The class that a file names, if it has entered."""
+    if (family, module, name) not in _classes:
+        complete()
     found = _classes.get((family, module, name))
     if found is not None and is_dataclass(found):
         return found

@@ -100,8 +100,7 @@ class Laplace(Judged):
     def coverage(self) -> dict[str, str]:
         """Parameter -> how it is treated."""
         out = {**self.state.coverage, **dict.fromkeys(self.frozen, "frozen")}
-        dropped = self.prior.counts_dropped() if isinstance(self.prior, priors.GPrior) else {}
-        for name, n in dropped.items():
+        for name, n in self.prior.counts_dropped().items():
             out[name] += f"; {n} of {self.state.layout.numel(name)} weights dropped by the g-prior: no curvature"
         for name, share in self.captured[1].items():
             out[name] += f"; {100 * share:.1f} % of its curvature"

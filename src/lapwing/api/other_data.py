@@ -15,7 +15,7 @@ from lapwing.data import Joined, ranks_of
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.operators import linalg
 from lapwing.posterior import placed
-from lapwing.priors import GPrior, Prior
+from lapwing.priors import Prior
 
 if TYPE_CHECKING:
     from lapwing.api.object import Laplace
@@ -59,7 +59,7 @@ def without(la: Laplace, data: Any, progress: bool) -> Laplace:
 
 def _placed_without(la: Laplace, state: State) -> Prior:
     """The prior after a removal; a g-prior needs each weight's second moment, and rounding is none."""
-    if isinstance(la.prior, GPrior):
+    if la.prior.of_curvature:
         before, left = (linalg.diagonal(s.structure.operator(s, s.unit_weights)) for s in (la.state, state))
         lost = curvature.vanished(before, left, state)
         if lost:

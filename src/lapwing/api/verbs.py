@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing import files, given, io, likelihoods, priors, tree
+from lapwing import files, given, io, likelihoods, priors, registry, tree
 from lapwing.api.object import Laplace, check_served
 from lapwing.arguments import (
     STRUCTURE_OF,
@@ -161,6 +161,8 @@ def _loaded(content: io.Content, model: nn.Module, forward: Any, path: Any) -> S
     tensors, header = content
     kind = header.get("kind")
     if kind not in LOADERS:
+        registry.complete()
+    if kind not in LOADERS:
         raise BrokenFile(f"it holds a {kind!r}, and Lapwing reads {list(LOADERS)}")
     return LOADERS[kind](tensors, header, model, forward, path)
 
@@ -184,9 +186,8 @@ def _laplace(tensors: dict[str, Tensor], header: dict[str, Any], model: nn.Modul
     tangent = linearized(saved, model, forward, path)
     device = tangent.device
     state, prior = saved.attached(tangent), saved.prior.bind(tangent.layout, device)
-    if hasattr(prior, "put_back"):  # it has seen the curvature, which may be known by passes over the data alone
-        with sound("its prior"):
-            prior = prior.put_back(tangent.theta)
+    with sound("its prior"):  # it may have seen the curvature, which may be known by passes over the data alone
+        prior = prior.put_back(tangent.theta)
     la = _assemble(state, prior, saved.likelihood.to(device), saved.memory_budget)
     (at, process), temperature = saved.centers_at(device), saved.temperature
     held = None if saved.calibration is None else saved.calibration.to(device)

@@ -12,7 +12,7 @@ about ½‖g‖²_{P⁻¹} nats is left, or more where P overstates the curvatur
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def tangent_map(
     )
 
 
-def stretched(operator: Any, stretch: float) -> Any:
+def stretched(operator: linalg.Operator, stretch: float) -> linalg.Operator:
     """Ĝ times a number: the same operator where that is 1."""
     return operator if stretch == 1 else linalg.scale(operator, torch.tensor(stretch, dtype=torch.float64))
 

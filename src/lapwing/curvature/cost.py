@@ -105,7 +105,7 @@ class Task:
     rates: Rates
     counted: bool = True  # whether the number of examples is known, and not assumed
     parts: tuple[Part, ...] = ()
-    positions: dict[str, int] = field(default_factory=dict)  # of each part, where there are several
+    positions: dict[str, int] = field(default_factory=dict)  # of each part, where there are several; never written to
 
     @property
     def n(self) -> int:

@@ -20,7 +20,7 @@ from lapwing import arguments, tree
 from lapwing.curvature import BUDGET, Probe
 from lapwing.curvature.cost import EVIDENCE, HEAP, NEW, Needs, Rates, Task
 from lapwing.curvature.memory import physical_memory
-from lapwing.curvature.structure import covered
+from lapwing.curvature.structure import Structure, covered
 from lapwing.doctor import trial
 from lapwing.doctor.reading import Batch, Excerpt
 from lapwing.doctor.report import Cost
@@ -44,7 +44,7 @@ class Outlook:
 
     costs: dict[str, Cost]
     choice: str  # a name of costs
-    structure: Any  # what to pass to laplace
+    structure: Any  # what to pass to laplace: a word, or a Structure
     working: int  # the memory_budget to pass
     treatment: dict[str, str]
     epoch: float  # seconds of a gradient epoch
@@ -82,9 +82,9 @@ def draw_up(
     return Outlook(costs, choice, word, working, _treatment(tasks[choice], chosen), epoch, failures)
 
 
-def _options(task: Task, structure: Any, failures: dict[str, str]) -> dict[str, tuple[Any, Any]]:
+def _options(task: Task, structure: Any, failures: dict[str, str]) -> dict[str, tuple[Any, Structure]]:
     """What may be recommended, the best first: {row: (what to pass, the structure as it will be fitted)}."""
-    options: dict[str, tuple[Any, Any]] = {}
+    options: dict[str, tuple[Any, Structure]] = {}
     for word in (structure, arguments.automatic(task.probe), *arguments.FALLBACKS):
         if isinstance(word, str) and word == AUTO:
             continue
@@ -144,7 +144,7 @@ def _choose(names: list[str], costs: dict[str, Cost], failures: dict[str, str]) 
     return next((name for name in names if costs[name].fits), min(names, key=lambda name: costs[name].memory))
 
 
-def _treatment(task: Task, structure: Any) -> dict[str, str]:
+def _treatment(task: Task, structure: Structure) -> dict[str, str]:
     """What la.coverage will say."""
     tangent, parts = task.tangent, getattr(structure, "parts", None)
     treated = covered(structure, () if parts is None else parts(tangent, task.probe.inputs), tangent)
@@ -172,18 +172,18 @@ def survey(tangent: TangentModel, likelihood: Likelihood, sample: Excerpt, worki
     return task.with_parts()
 
 
-def under(structure: Any, task: Task) -> Task:
+def under(structure: Structure, task: Task) -> Task:
     """With the output factor that a fit of this structure takes."""
     return replace(task, factor=arguments.as_factor("auto", task.probe, task.likelihood, structure))
 
 
-def resolved(structure: Any, task: Task) -> Any:
+def resolved(structure: Any, task: Task) -> Structure:
     """A structure, or one by its name, as it will be fitted."""
     found = arguments.as_structure(structure, task.probe, task.working)
     return found.resolved(task.probe, under(found, task).factor)
 
 
-def needs_of(structure: Any, task: Task) -> Needs | None:
+def needs_of(structure: Structure, task: Task) -> Needs | None:
     """Bytes and seconds of a structure; None where they grow with data whose number is not known."""
     task = under(structure, task)
     says = getattr(structure, "needs", None)
@@ -195,7 +195,7 @@ def needs_of(structure: Any, task: Task) -> Needs | None:
     return centered(replace(found, fit=found.fit + found.passes * task.n * task.rates.read), task)
 
 
-def _tried(structure: Any, found: Needs, task: Task) -> Needs:
+def _tried(structure: Structure, found: Needs, task: Task) -> Needs:
     state, once, example, (peak, examples) = trial.try_fit(structure, task)
     found = replace(found, fit=once + task.n * example)
     if found.grows:

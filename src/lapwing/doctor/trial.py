@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lapwing import tree
 from lapwing.center import Jacobian
-from lapwing.curvature import State, accumulate
+from lapwing.curvature import State, Structure, accumulate
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.curvature.cost import NEW, Task
 from lapwing.curvature.layered import pretend_factorized
@@ -162,7 +162,7 @@ def jacobian_seconds(tangent: TangentModel, batch: Batch) -> tuple[float, float]
 # -- a fit ---------------------------------------------------------------------------------------------------------
 
 
-def try_fit(structure: Any, task: Task) -> tuple[State, float, float, tuple[int, int]]:
+def try_fit(structure: Structure, task: Task) -> tuple[State, float, float, tuple[int, int]]:
     """Fit a batch, or as much of it as there is time for: the state, the seconds that a fit takes beside its batches
     and those of an example in a batch, and the bytes of a fit of one batch, with how many examples that had."""
     tangent, (x, y) = task.tangent, task.batch

@@ -20,6 +20,7 @@ from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.posterior import Particles
 from lapwing.posterior.mixture import log_weights
+from lapwing.priors import Prior
 from lapwing.shell import Blended, Fitted
 from lapwing.tangent import TangentModel, linearize
 
@@ -38,7 +39,12 @@ def deep(models: Sequence[nn.Module], likelihood: Any, *, forward: Any = None) -
 
 
 def assembled(
-    tangents: Sequence[TangentModel], likelihood: Likelihood, prior: Any, n: int, targets: int | None, made: str
+    tangents: Sequence[TangentModel],
+    likelihood: Likelihood,
+    prior: Prior | None,
+    n: int,
+    targets: int | None,
+    made: str,
 ) -> Fitted | Blended:
     """Networks as particles of the first, or as a mixture where more than the trainable weights differ."""
     first = tangents[0]

@@ -133,7 +133,7 @@ def feature_prior(prior: Prior) -> Gaussian:
         raise Unsupported(
             f"features of a kernel need a Gaussian prior, and {type(prior).__name__} is none; use a precision"
         )
-    if hasattr(prior, "at"):
+    if prior.of_curvature:
         raise Unsupported(
             "the prior of features cannot look at the curvature; use a precision or 'layerwise', not 'gprior'"
         )

@@ -39,6 +39,7 @@ from lapwing.packing import (
     unpack_plain,
     unpack_tree,
 )
+from lapwing.priors import Prior
 from lapwing.solvers.estimate import mean_of
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -63,7 +64,7 @@ class Saved:
 
     layout: Layout
     state: dict[str, Any]  # the fields of a State, but for its tangent model
-    prior: Any  # not bound yet
+    prior: Prior  # not bound yet
     likelihood: Likelihood
     center: str
     at: Center | None
@@ -145,7 +146,9 @@ def pack_layout(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {"parameters": shapes, "masks": list(layout.masks), "empty": list(layout.empty)}
 
 
-def pack_objects(prior: Any, likelihood: Any, tuning: Tuning | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def pack_objects(
+    prior: Prior, likelihood: Likelihood, tuning: Tuning | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Prior, likelihood and record of tuning as tensors and a header."""
     tensors: dict[str, Tensor] = {}
     return tensors, {

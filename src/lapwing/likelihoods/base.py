@@ -105,6 +105,11 @@ class Likelihood:
         return self
 
     @property
+    def sources(self) -> int | None:
+        """For how many sources of f it has values; None where it serves any number."""
+        return None
+
+    @property
     def distinct(self) -> tuple[Likelihood, ...]:
         """Those that there are: itself, unless there are several."""
         return (self,)

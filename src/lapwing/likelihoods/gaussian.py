@@ -54,6 +54,10 @@ class Gaussian(Likelihood):
         what = f"the targets take {y.unique().numel()} whole values only"
         return f"{what}; if they are class labels, use likelihood='categorical' with integer labels"
 
+    def observations(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """ỹ (n, c) and σ², (1, c) or (1, 1), as those of labels (`dirichlet.py`)."""
+        return y.double(), self.noise.double().square().reshape(1, -1)
+
     def constant(self, y: Tensor, outputs: int = 0) -> Tensor:
         return y.double().mean(0)
 

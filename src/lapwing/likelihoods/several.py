@@ -71,6 +71,11 @@ class Several(Likelihood):
         return replace(self, drawn={name: value[start:stop] for name, value in self.drawn.items()})
 
     @property
+    def sources(self) -> int:
+        """As many as draws."""
+        return len(self)
+
+    @property
     def distinct(self) -> tuple[Likelihood, ...]:
         """Its members."""
         return tuple(self.member(i) for i in range(len(self)))

@@ -86,7 +86,7 @@ class HeldRows:
 
     tensor: Tensor  # (m, p)
     held: bool = field(default=True, init=False)
-    pairs: dict[str, Pair] = field(default_factory=dict, init=False)
+    pairs: dict[str, Pair] = field(default_factory=dict, init=False)  # none; never written to
 
     @property
     def shape(self) -> tuple[int, int]:

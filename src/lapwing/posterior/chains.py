@@ -23,8 +23,8 @@ class Chains(Particles):
     """`weights` (s, p) of chains of these `lengths`; `told` {name: (s,)} and `latent` {name: (s, ...)} of each draw."""
 
     lengths: tuple[int, ...] = ()
-    told: dict[str, Tensor] = field(default_factory=dict)  # acceptance, energy, ...
-    latent: dict[str, Tensor] = field(default_factory=dict)  # a noise, scales: what was sampled with the weights
+    told: dict[str, Tensor] = field(default_factory=dict)  # acceptance, energy, ...; never written to
+    latent: dict[str, Tensor] = field(default_factory=dict)  # a noise, scales, sampled with the weights; as above
 
     def __post_init__(self) -> None:
         super().__post_init__()

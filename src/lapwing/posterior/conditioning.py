@@ -23,7 +23,7 @@ def curvature(state: State, likelihood: Likelihood) -> Any:
 
 def placed(prior: Prior, state: State) -> Prior:
     """The prior at this state: one that looks at the curvature (the g-prior) sees it, at unit noise; others stay."""
-    if not hasattr(prior, "at"):
+    if not prior.of_curvature:
         return prior
     with torch.no_grad():
         eps = torch.finfo(torch.promote_types(state.tangent.dtype, torch.float32)).eps

@@ -23,7 +23,7 @@ from torch import Tensor
 from lapwing import given
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.likelihoods import Likelihood, Several
+from lapwing.likelihoods import Likelihood
 from lapwing.outputs import WIDE, Nodes, Normal, Outputs
 from lapwing.predictive import normal, plot, quantiles, show, together
 from lapwing.predictive.integral import Integral
@@ -47,8 +47,8 @@ class Prediction:
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise InvalidValue(f"link must be one of {LINKS}, got {self.link!r}{given.near(self.link, LINKS)}")
-        if isinstance(self.likelihood, Several) and len(self.likelihood) != self.outputs.sources:
-            raise InvalidValue(f"{len(self.likelihood)} likelihoods for {self.outputs.sources} sources of outputs")
+        if self.likelihood.sources not in (None, self.outputs.sources):
+            raise InvalidValue(f"{self.likelihood.sources} likelihoods for {self.outputs.sources} sources of outputs")
         if self.drawn and self.link not in ("auto", "monte_carlo"):
             raise InvalidValue(f"a prediction by draws averages over them: link={self.link!r} cannot apply; use 'auto'")
         if not self.drawn:  # raise now, not when a field is read: a pair that has no rule, and means that have no y

@@ -54,6 +54,7 @@ class Prior:
     gaussian: ClassVar[bool] = False  # A does not move with v
     proper: ClassVar[bool] = True  # its density integrates to a number: it has draws, an evidence, a posterior
     discrete: ClassVar[bool] = False  # weights take a few values: its density has no gradient
+    of_curvature: ClassVar[bool] = False  # it is made of the curvature, which its method `at` is shown
     per = "all"  # the grouping; without a type, so that a subclass makes it a field, in its own order
     names: tuple[str, ...] = field(default=(), kw_only=True)  # of the groups, once bound; () for per='weight'
     index: Tensor | None = field(default=None, kw_only=True)  # (p,) group of each weight; None: one group, or one each
@@ -200,6 +201,19 @@ class Prior:
     def gap(self, gamma: Tensor, square: Tensor) -> dict[str, Tensor]:
         """How far each hyperparameter is from MacKay's fixed point, in directions relative to max(1, γ_g), (g,)."""
         raise self._no_fixed_point()
+
+    def counts_dropped(self) -> dict[str, int]:
+        """How many weights of each parameter it leaves out; only parameters with some."""
+        return {}
+
+    def at(self: P, curvature: Any, theta: Tensor, eps: float) -> P:
+        """This prior once it has seen a curvature (an operator, at unit noise), the trained weights (p,) and the
+        rounding of the network's dtype: itself, unless it is `of_curvature`."""
+        return self
+
+    def put_back(self: P, theta: Tensor) -> P:
+        """As a file has it, at the trained weights (p,): checked, with what it had seen."""
+        return self
 
     def scaled(self: P, c: float) -> P:
         """This prior with A times c, which held-out data can choose."""

@@ -41,6 +41,7 @@ class GPrior(Gaussian):
 
     unsaved: ClassVar[tuple[str, ...]] = (*Gaussian.unsaved, "held")
     settings: ClassVar[tuple[str, ...]] = (*Gaussian.settings, "floor")
+    of_curvature: ClassVar[bool] = True
     floor: float = 0.0
     unit: Tensor | None = None  # h (p,), once at a curvature; huge where dropped
     dropped: Tensor | None = None  # (p,) of bool

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.api import Laplace, laplace, load
+from lapwing.curvature import Structure
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Gaussian, Likelihood
 from lapwing.merging import merge
@@ -28,7 +29,7 @@ LAMBDA = 0.7
 
 
 def check_structure(
-    structure: Any,
+    structure: Structure,
     keeps: Callable[[Tensor], Tensor] | None = None,
     problem: tuple[nn.Module, Tensor, Tensor, Likelihood] | None = None,
     shifts: tuple[str, ...] = KINDS,

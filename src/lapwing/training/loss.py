@@ -21,7 +21,7 @@ from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.data import dropped
 from lapwing.errors import InvalidValue, NetworkFailed, Unsupported
 from lapwing.likelihoods import Likelihood
-from lapwing.priors import Gaussian, GPrior
+from lapwing.priors import Gaussian
 from lapwing.tangent import linearize
 from lapwing.tree import Layout
 
@@ -94,7 +94,7 @@ def begin(
     tangent = linearize(model, settings["subset"], forward=settings["forward"])
     bound = arguments.as_prior(prior, tangent.layout, tangent.device)
     known = arguments.as_likelihood(likelihood).to(tangent.device)
-    if isinstance(bound, GPrior):
+    if bound.of_curvature:
         raise Unsupported(
             "the g-prior follows the curvature, so it is no penalty to train under; use a precision, 'layerwise' or "
             "lw.priors.Gaussian, and the g-prior with lw.laplace once training is over"

@@ -69,7 +69,7 @@ class Trial:
 
     fit: Shell
     epochs: float | None = None
-    asked: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)  # never written to
 
 
 Method = Callable[[Problem], Any]  # a fit, or a Trial

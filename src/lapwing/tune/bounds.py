@@ -99,7 +99,7 @@ def box(state: State, prior: Prior, likelihood: Likelihood, fixed: tuple[str, ..
 
 
 def at_values(prior: P, likelihood: Likelihood, log_values: dict[str, Tensor]) -> tuple[P, Likelihood]:
-    """The prior and likelihood with these hyperparameters."""
+    """The prior and likelihood at these coordinates of their hyperparameters, by name."""
     parts = [{k: log_values[k] for k in one.hyperparameters if k in log_values} for one in (prior, likelihood)]
     return prior.moved(parts[0]) if parts[0] else prior, likelihood.moved(parts[1]) if parts[1] else likelihood
 

@@ -45,6 +45,7 @@ class Regression:
     y: Tensor  # the targets
     likelihood: Any  # a Gaussian, or a Dirichlet of labels
     outputs: int  # c
+    centered: bool = False  # whether it is about a constant, that of labels, and not about 0
     tuning: tune.Tuning | None = None
 
     @property
@@ -55,16 +56,12 @@ class Regression:
     @cached_property
     def observed(self) -> tuple[Tensor, Tensor]:
         """ỹ (n, c) and D, (n, c) or one number an output (1, c), or for all (1, 1)."""
-        if isinstance(self.likelihood, Gaussian):
-            return self.y.double(), self.likelihood.noise.double().square().reshape(1, -1)
         return self.likelihood.observations(self.x.new_zeros(self.n, self.outputs), self.y)
 
     @cached_property
     def constant(self) -> Tensor:
         """m (c,), before data."""
-        if isinstance(self.likelihood, Gaussian):
-            return self.x.new_zeros(self.outputs)
-        return self.likelihood.constant(self.y, self.outputs)
+        return self.likelihood.constant(self.y, self.outputs) if self.centered else self.x.new_zeros(self.outputs)
 
     @cached_property
     def gram(self) -> Tensor:
@@ -165,7 +162,8 @@ def classification(kernel: Kernel, data: Any, concentration: float = 0.1, classe
     """A process given labels."""
     x, y = gathered(data)
     seen = y.shape[-1] if y.is_floating_point() else int(y.max()) + 1
-    return _checked(kernel, x, y, Dirichlet(concentration), seen if classes is None else classes)
+    found = _checked(kernel, x, y, Dirichlet(concentration), seen if classes is None else classes)
+    return replace(found, centered=True)
 
 
 def _checked(kernel: Kernel, x: Tensor, y: Tensor, likelihood: Likelihood, outputs: int) -> Regression:

@@ -1,0 +1,69 @@
+"""Runs in an environment where the package was installed with some extras: what they bring imports, and so does every
+module of the package, but for those that name an extra which is not there.
+
+    python probe.py README.md [EXTRA ...]
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import sys
+from importlib.metadata import packages_distributions, requires
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def brought(extra: str) -> set[str]:
+    """The packages that an extra asks for, also by way of other extras; in the form a-b-c."""
+    found: set[str] = set()
+    for line in requires("lapwing") or ():
+        if not re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line):
+            continue
+        name = re.split(r"[^\w.-]", line, maxsplit=1)[0]
+        own = re.match(r"lapwing\[([\w,-]+)\]", line)
+        found |= set().union(*(brought(one) for one in own[1].split(","))) if own else {normal(name)}
+    return found
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def modules_of(packages: set[str]) -> list[str]:
+    """The modules of those that are installed here: a marker may leave one out."""
+    table = packages_distributions()
+    return sorted(m for m, homes in table.items() if {normal(h) for h in homes} & packages and m[0] not in "_.")
+
+
+def check(extras: list[str]) -> list[str]:
+    """What does not import, and why."""
+    wrong = []
+    brings = set().union(*(brought(extra) for extra in extras)) if extras else set()
+    for name in modules_of(brings):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+    lapwing = importlib.import_module("lapwing")
+    for found in pkgutil.walk_packages(lapwing.__path__, "lapwing.", onerror=lambda name: None):
+        if found.name.endswith("__main__"):
+            continue
+        try:
+            importlib.import_module(found.name)
+        except Exception as error:
+            named = set(re.findall(r"lapwing\[(\w+)\]", str(error)))
+            if not named or named & set(extras):
+                wrong.append(f"{found.name}: {type(error).__name__}: {error}")
+    return wrong
+
+
+if __name__ == "__main__":
+    readme, *extras = sys.argv[1:]
+    wrong = check(extras)
+    if not extras and doctest.testfile(readme, module_relative=False, optionflags=FLAGS).failed:
+        wrong.append("README.md does not run as printed")
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    sys.exit(bool(wrong))
