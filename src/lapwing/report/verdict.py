@@ -1,0 +1,219 @@
+"""A verdict in words: whether a fit predicts test data better than its plain network, by how much, and what to do.
+
+Better or worse is said where the 90 % interval of the mean difference of NLL leaves zero out. At the same mean and
+spread, n (t se / gain)² examples would tell a difference that n do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lapwing.report.facts import LEVEL, NETWORK, Facts, Scored
+from lapwing.solvers.estimate import Estimate
+
+FEW = 100  # test examples, below which figures say little
+SHARE = 1.96  # standard errors of a share, beyond which it is no chance
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A line, what it rests on, and what to do."""
+
+    tone: str  # "good", "bad" or "even"
+    headline: str
+    because: str
+    advice: tuple[str, ...]
+
+
+def of_fit(fit: Any, facts: Facts) -> Verdict:
+    """Of one fit, beside its network."""
+    one = facts.fits[0]
+    gain = facts.gain(one)
+    if gain is None:
+        return Verdict("even", f"NLL {one.scores['nll']:.3g} nats an example", _on(facts), _advice(fit, facts, ""))
+    tone = _tone(gain)
+    headline = {
+        "good": "Better than the plain network on the test data",
+        "bad": "Worse than the plain network on the test data",
+        "even": "No better and no worse than the plain network, as far as these test data tell",
+    }[tone]
+    return Verdict(tone, headline, _because(facts, one, gain), _advice(fit, facts, tone))
+
+
+def _tone(gain: Estimate) -> str:
+    low, high = gain.interval
+    return "good" if low > 0 else "bad" if high < 0 else "even"
+
+
+def _because(facts: Facts, one: Scored, gain: Estimate) -> str:
+    assert facts.network is not None
+    way = "lower" if gain.value > 0 else "higher"
+    return (
+        f"Its NLL is {one.scores['nll']:.4g} nats an example, the network’s {facts.network.scores['nll']:.4g}: "
+        f"{abs(gain.value):.3g} ± {gain.standard_error:.2g} {way} (mean and standard error of the difference over the "
+        f"same {facts.n:,} examples; 90 % interval {gain.interval[0]:.3g} to {gain.interval[1]:.3g})."
+    )
+
+
+def _on(facts: Facts) -> str:
+    return f"Mean −log p of {facts.n:,} test examples. {' '.join(facts.notes)}"
+
+
+# -- what to do ------------------------------------------------------------------------------------------------------
+
+
+def _advice(fit: Any, facts: Facts, tone: str) -> tuple[str, ...]:
+    found = [*_use(fit, facts, tone), *_calibration(fit, facts), *_tuning(fit)]
+    if facts.n < FEW:
+        found.append(f"{facts.n} test examples are few: read every figure here with its chance in mind.")
+    return tuple(found)
+
+
+def _use(fit: Any, facts: Facts, tone: str) -> list[str]:
+    if tone == "good":
+        return ["Predict with it: la.predict(x)."]
+    if tone == "bad":
+        return [_remedy(fit, "Predict with the network meanwhile.")]
+    if tone == "even":
+        gain = facts.gain(facts.fits[0])
+        assert gain is not None
+        return [
+            "Its probabilities are as good as the network’s; its error bars and ood_score come on top." + _more(gain)
+        ]
+    return []
+
+
+def _more(gain: Estimate) -> str:
+    """How many examples would tell."""
+    n, half = len(gain.samples), (gain.interval[1] - gain.interval[0]) / 2
+    need = n * (half / gain.value) ** 2 if gain.value else math.inf
+    if not need < 1e6:
+        return ""
+    return f" If the difference is what it seems, about {_round_up(need):,} test examples would tell it from chance."
+
+
+def _round_up(n: float) -> int:
+    """To two digits."""
+    power = 10 ** max(0, math.floor(math.log10(n)) - 1)
+    return math.ceil(n / power) * power
+
+
+def _remedy(fit: Any, otherwise: str) -> str:
+    if getattr(fit, "tuning", None) is None and hasattr(fit, "tuned"):
+        return f"It is not tuned: la = la.tuned() picks its prior and noise. {otherwise}"
+    if hasattr(fit, "calibration"):
+        return f"With labels that were held out: la.tuned(method='validation', data=held_out). {otherwise}"
+    return (
+        f"With targets that were held out, lw.conformal.calibrate(la.predict(x), y) gives sets that hold. {otherwise}"
+    )
+
+
+def _calibration(fit: Any, facts: Facts) -> list[str]:
+    one = facts.fits[0]
+    if "coverage" in one.scores:
+        return _intervals(one, facts.targets.numel())
+    if "confidence" not in one.scores:
+        return []
+    said, was = one.scores["confidence"], one.scores["accuracy"]
+    error = math.sqrt(max(was * (1 - was), 1 / facts.n) / facts.n)
+    if abs(said - was) <= SHARE * error:
+        return [f"It is as sure as it is right: mean confidence {said:.1%}, accuracy {was:.1%} ± {error:.1%}."]
+    how = "surer than it is right" if said > was else "less sure than it is right"
+    words = f"It is {how}: mean confidence {said:.1%}, accuracy {was:.1%} ± {error:.1%}."
+    return [f"{words} {_remedy(fit, '')}".rstrip()]
+
+
+def _intervals(one: Scored, count: int) -> list[str]:
+    was = one.scores["coverage"]
+    error = math.sqrt(LEVEL * (1 - LEVEL) / count)
+    words = f"Its {LEVEL:.0%} intervals hold {was:.1%} of the test targets (± {error:.1%} by chance)"
+    if abs(was - LEVEL) <= SHARE * error:
+        return [f"{words}: as they should."]
+    how = "too narrow" if was < LEVEL else "wider than they need be"
+    return [
+        f"{words}: they are {how}. lw.conformal.calibrate(la.predict(x), y) on held-out data makes them hold as often "
+        "as they say."
+    ]
+
+
+def _tuning(fit: Any) -> list[str]:
+    tuning = getattr(fit, "tuning", None)
+    if tuning is None:
+        return []
+    found = []
+    if tuning.at_bound:
+        found.append(
+            f"The tuning stopped at a bound for {', '.join(tuning.at_bound[:4])}: the data do not determine it."
+        )
+    if not tuning.converged:
+        found.append(f"The tuning stopped after {tuning.iterations} steps without converging.")
+    return found
+
+
+# -- several fits ----------------------------------------------------------------------------------------------------
+
+
+def of_several(facts: Facts) -> Verdict:
+    """The one of least NLL, beside the next and the network."""
+    ordered = sorted(facts.fits, key=lambda one: one.scores["nll"])
+    best, second = ordered[0], ordered[1]
+    gain = facts.gain(best, second)
+    assert gain is not None
+    sure = _tone(gain) == "good"
+    headline = f"{best.name} predicts the test data best" if sure else f"{best.name} leads, within chance"
+    told = [_beside(best, second, gain)]
+    over = facts.gain(best)
+    if over is not None:
+        told.append(_beside(best, facts.network, over))
+    tone = "even" if over is None else _tone(over)
+    return Verdict(tone, headline, " ".join(told), _which(best, second, sure, tone, gain))
+
+
+def _beside(best: Scored, other: Any, gain: Estimate) -> str:
+    who = f"the {NETWORK}" if other.name == NETWORK else other.name
+    way = "lower" if gain.value >= 0 else "higher"
+    return (
+        f"Its NLL is {abs(gain.value):.3g} ± {gain.standard_error:.2g} nats an example {way} than that of {who} "
+        f"({best.scores['nll']:.4g} against {other.scores['nll']:.4g})."
+    )
+
+
+def _which(best: Scored, second: Scored, sure: bool, tone: str, gain: Estimate) -> tuple[str, ...]:
+    network = {"bad": ("The plain network predicts better than any of them: tune them, or predict with it.",)}
+    if tone in network:
+        return network[tone]
+    if sure:
+        return (f"Predict with {best.name}.",)
+    return (f"Take {best.name} or {second.name}, whichever is cheaper.{_more(gain)}",)
+
+
+Say = Callable[[float], str]
+SCORES: dict[str, tuple[str, str, Say]] = {  # name: (shown, what it is, in digits)
+    "nll": ("NLL", "−log p, nats an example; low is good", "{:.4f}".format),
+    "accuracy": ("accuracy", "share of right labels", "{:.1%}".format),
+    "confidence": ("confidence", "mean p of the most probable class; should be the accuracy", "{:.1%}".format),
+    "ece": ("ECE", "calibration error, 15 bins; low is good", "{:.4f}".format),
+    "brier": ("Brier", "squared distance to the label, 0 to 2; low is good", "{:.4f}".format),
+    "rmse": ("RMSE", "root mean squared error, in the unit of y; low is good", "{:.4g}".format),
+    "coverage": ("coverage", f"share of y within the {LEVEL:.0%} interval; should be {LEVEL:.0%}", "{:.1%}".format),
+    "sharpness": ("width", f"of the {LEVEL:.0%} interval; small is good, at equal coverage", "{:.4g}".format),
+    "aurc": ("AURC", "mean risk over all coverages; low is good", "{:.4g}".format),
+}
+
+
+def table(facts: Facts) -> list[list[str]]:
+    """A row for each score, a column for each predictor; the last says what it is."""
+    names = [name for name in SCORES if any(name in _scores(one) for one in facts.all)]
+    rows = [["", *(one.name for one in facts.all), ""]]
+    for name in names:
+        label, what, say = SCORES[name]
+        cells = [say(_scores(one)[name]) if name in _scores(one) else "–" for one in facts.all]
+        rows.append([label, *cells, what])
+    return rows
+
+
+def _scores(one: Scored) -> dict[str, float]:
+    return one.scores | ({} if one.risk is None else {"aurc": one.risk.aurc})
