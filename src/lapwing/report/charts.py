@@ -4,7 +4,7 @@
     chart.mark("line a", line(chart, points))
     chart.svg("what it shows")
 
-Values outside of the axes are cut off at the frame. Coordinates are rounded to a tenth of a pixel.
+What is outside of the axes is cut off at the frame. Coordinates are rounded to a tenth of a pixel.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 460, 330  # of a chart, in its own pixels
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 44  # around the frame
-EDGE = 5  # by which marks may overlap the frame
+LEFT, RIGHT, TOP, BOTTOM = 70, 14, 14, 46  # around the frame
+EDGE = 12  # by which discs may overlap the frame
 TICKS = 5  # at most about so many on an axis
 
 Point = tuple[float, float]
@@ -78,9 +78,23 @@ def short(value: float) -> str:
     if value == 0 or abs(value) < 1e-12:
         return "0"
     if 1e-3 <= abs(value) < 1e5:
-        return f"{value:,.10g}" if abs(value) >= 1e3 else f"{value:.4g}"
-    digits, _, power = f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e").partition("e")
-    return f"{digits}e{power}" if power else digits
+        return signed(f"{value:,.10g}" if abs(value) >= 1e3 else f"{value:.4g}")
+    return signed(f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e"))
+
+
+def short_of(value: float) -> str:
+    """To three digits."""
+    return short(float(f"{value:.3g}"))
+
+
+def signed(text: str) -> str:
+    """A number with a minus sign, which a hyphen is not."""
+    return text.replace("-", "−")
+
+
+def percent(share: float) -> str:
+    """To a tenth."""
+    return f"{100 * share:.1f}\u00a0%"
 
 
 @dataclass
@@ -92,6 +106,7 @@ class Chart:
     width: float = WIDTH
     height: float = HEIGHT
     marks: list[str] = field(default_factory=list)
+    discs: list[str] = field(default_factory=list)  # above the others, and whole at the edge of the frame
 
     def at(self, x: float, y: float) -> Point:
         """In pixels."""
@@ -102,18 +117,24 @@ class Chart:
         """A path of a style; `moves`: by what name the slider knows it."""
         said = f"<title>{html.escape(title)}</title>" if title else ""
         known = f' data-sweep="{moves}"' if moves else ""
-        self.marks.append(f'<path class="{style}" d="{d}"{known}>{said}</path>')
+        drawn = self.discs if style.startswith("dots") else self.marks
+        drawn.append(f'<path class="{style}" d="{d}"{known}>{said}</path>')
 
     def svg(self, what: str) -> str:
         """The chart, with its axes; what: for those who cannot see it."""
         left, top, right, bottom = LEFT, TOP, self.width - RIGHT, self.height - BOTTOM
-        box = [_px(v) for v in (left - EDGE, top - EDGE, right - left + 2 * EDGE, bottom - top + 2 * EDGE)]
-        frame = f'x="{box[0]}" y="{box[1]}" width="{box[2]}" height="{box[3]}" viewBox="{" ".join(box)}"'
         return (
             f'<svg viewBox="0 0 {_px(self.width)} {_px(self.height)}" role="img" aria-label="{html.escape(what)}">'
             f"{self._axes(left, top, right, bottom)}"
-            f"<svg {frame}>{''.join(self.marks)}</svg></svg>"
+            f"{self._cut(self.marks, 1)}{self._cut(self.discs, EDGE)}</svg>"
         )
+
+    def _cut(self, marks: list[str], edge: float) -> str:
+        """Marks within the frame, and so many pixels around it."""
+        across, up = self.width - LEFT - RIGHT, self.height - TOP - BOTTOM
+        box = [_px(v) for v in (LEFT - edge, TOP - edge, across + 2 * edge, up + 2 * edge)]
+        place = f'x="{box[0]}" y="{box[1]}" width="{box[2]}" height="{box[3]}"'
+        return f'<svg {place} viewBox="{" ".join(box)}">{"".join(marks)}</svg>' if marks else ""
 
     def _axes(self, left: float, top: float, right: float, bottom: float) -> str:
         parts = [f'<path class="axis" d="M{left} {_px(bottom)}H{_px(right)}"/>']

@@ -22,6 +22,7 @@ from lapwing.report.facts import Facts, Scored
 
 LEVELS = tuple(k / 20 for k in range(1, 20))  # of intervals
 BINS, GROUPS = 10, 8  # of a histogram of F(y); of examples by their standard deviation
+LEAST = 10  # predictions in a bin that is drawn: fewer are noise
 COLUMNS = 30  # of a histogram of scores
 POINTS = 200  # of a curve, at most
 
@@ -51,9 +52,10 @@ def reliability(facts: Facts) -> str:
 
 
 def reliability_marks(chart: Chart, found: Reliability) -> tuple[str, str]:
-    """The curve, and discs whose area is the share of predictions."""
-    points = list(zip(found.confidence.tolist(), found.accuracy.tolist(), strict=True))
-    share = (found.count / found.count.sum()).tolist()
+    """The curve, and discs whose area is the share of predictions, by bins of LEAST predictions or more."""
+    kept = found.count >= min(LEAST, float(found.count.max()))
+    points = list(zip(found.confidence[kept].tolist(), found.accuracy[kept].tolist(), strict=True))
+    share = (found.count[kept] / found.count.sum()).tolist()
     return line(chart, points), dots(chart, points, [2 + 9 * math.sqrt(s) for s in share])
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.report.charts import Axis, Chart, around, dots, line, uprights
+from lapwing.report.charts import Axis, Chart, around, dots, line, percent, short, signed, uprights
 from lapwing.report.diagrams import reliability_marks, shares
 from lapwing.report.facts import Scored
 from lapwing.report.sweep import CHOSEN, Sweep
 
 SHOWN = 48  # test examples with error bars
+STILL = 1e-3  # nats an example
 ROOM = 1.3  # nats shown, beyond what the terms move by within a decade
 TERMS = {"fit": "t-fit", "quadratic": "t-quadratic", "occam": "t-occam"}
 
@@ -30,6 +31,7 @@ class Moving:
     evidence: str
     predictions: str
     what: str  # what the second chart shows
+    still: bool  # whether predictions hardly move: their NLL, by less than STILL
     values: dict[str, list[str]]
 
     def payload(self) -> dict[str, Any]:
@@ -49,7 +51,8 @@ def moving(sweep: Sweep) -> Moving:
     else:
         what, chart = "", ""
     _readings(sweep, values)
-    return Moving(evidence, chart, what, values)
+    nll = [step.scored.scores["nll"] for step in sweep.steps]
+    return Moving(evidence, chart, what, max(nll) - min(nll) < STILL, values)
 
 
 def deltas(sweep: Sweep) -> dict[str, list[float]]:
@@ -133,8 +136,8 @@ def _readings(sweep: Sweep, values: dict[str, list[str]]) -> None:
     steps, at = sweep.steps, _precisions(sweep)
     values["precision"] = [f"{v:.3g}" if sweep.precision else f"× {v:.3g}" for v in at]
     for name in ("log_evidence", "fit", "quadratic", "occam"):
-        values[name] = [f"{float(getattr(step.terms, name)):,.2f}" for step in steps]
-    values["nll"] = [f"{step.scored.scores['nll']:.4f}" for step in steps]
-    for name in ("ece", "confidence", "accuracy", "coverage", "sharpness"):
+        values[name] = [signed(f"{float(getattr(step.terms, name)):,.2f}") for step in steps]
+    values["nll"] = [signed(f"{step.scored.scores['nll']:.4f}") for step in steps]
+    for name, say in (("ece", "{:.4f}".format), ("confidence", percent), ("coverage", percent), ("sharpness", short)):
         if name in steps[0].scored.scores:
-            values[name] = [f"{step.scored.scores[name]:.4g}" for step in steps]
+            values[name] = [say(step.scored.scores[name]) for step in steps]

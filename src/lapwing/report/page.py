@@ -10,6 +10,7 @@ from typing import Any
 
 from lapwing import metrics
 from lapwing.report import diagrams, pictures, record, verdict
+from lapwing.report.charts import percent
 from lapwing.report.facts import Facts
 from lapwing.report.moving import Moving, moving
 from lapwing.report.pieces import charts, document, legend, scrolled, section, table, words, wrapped
@@ -30,7 +31,7 @@ READINGS = {
 }
 CAPTIONS = {
     "reliability": "On the dashed line, p is right a share p of the time. Below it: too sure. Discs grow with the "
-    "number of predictions.",
+    "number of predictions; bins of fewer than ten are left out.",
     "intervals": "On the dashed line, intervals hold y as often as they say. Below it: too narrow.",
     "spread": "Examples in groups by predicted standard deviation. On the dashed line, errors are as large as that.",
     "risk": "Answer only the surest. A curve that rises to the right says that the uncertain ones are the wrong ones.",
@@ -130,11 +131,12 @@ def _prior(found: Sweep | str) -> str:
 
 
 def _moved(made: Moving, n: int) -> str:
-    if made.what == "reliability":
-        return f"Reliability on {n:,} test examples; dotted: at the prior of the fit. The mean and noise are held."
-    return (
-        f"95 % intervals of some of {n:,} test examples. The mean and noise are held; the prior moves the error bars."
-    )
+    what = {
+        "reliability": f"Reliability on {n:,} test examples; dotted: at the prior of the fit.",
+        "error bars": f"95 % intervals of test examples, {n:,} of which the readings are of.",
+    }[made.what]
+    still = " They hardly depend on the prior." if made.still else ""
+    return f"{what} The noise, the mean and a calibration are held.{still}"
 
 
 def _slider(made: Moving, count: int) -> str:
@@ -168,7 +170,7 @@ def _novelty(facts: Facts) -> str:
     auroc = metrics.auroc(known, unlike)
     said = (
         f"ood_score tells the {len(unlike):,} inputs that were given as unlike the training data from the "
-        f"{len(known):,} test inputs with an AUROC of {auroc:.3f}: in {auroc:.1%} of pairs, the unlike one has "
+        f"{len(known):,} test inputs with an AUROC of {auroc:.3f}: in {percent(auroc)} of pairs, the unlike one has "
         "the higher score."
     )
     key = legend([("s1", "test inputs"), ("s0", "inputs unlike the training data")])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lapwing import tree
-from lapwing.report.charts import short
+from lapwing.report.charts import short_of
 from lapwing.report.facts import Facts, Scored, hard_labels
 
 COUNT = 12
@@ -58,7 +58,7 @@ def _class(facts: Facts, one: Scored, i: int) -> tuple[str, str, bool]:
     assert one.uncertainty is not None
     label, y = one.labels[i], hard_labels(one.prediction, facts.targets)[i]
     wrong = not bool((label == y).all())
-    return f"{_listed(label)} ({1 - float(one.uncertainty[i]):.0%})", _listed(y.long()), wrong
+    return f"{_listed(label)} ({100 * (1 - float(one.uncertainty[i])):.0f}\u00a0%)", _listed(y.long()), wrong
 
 
 def _number(facts: Facts, one: Scored, i: int) -> tuple[str, str, bool]:
@@ -69,11 +69,6 @@ def _number(facts: Facts, one: Scored, i: int) -> tuple[str, str, bool]:
     outside = bool(((y < one.interval[0][i]) | (y > one.interval[1][i])).any())
     pairs = zip(mean[:NUMBERS], std[:NUMBERS], strict=True)
     return ", ".join(f"{short_of(m)} ± {short_of(s)}" for m, s in pairs), _listed(y), outside
-
-
-def short_of(value: float) -> str:
-    """To three digits."""
-    return short(float(f"{value:.3g}"))
 
 
 def _listed(values: Tensor) -> str:

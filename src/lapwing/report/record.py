@@ -16,7 +16,7 @@ from lapwing.data import ranks_of
 from lapwing.errors import LapwingWarning
 from lapwing.report.charts import short
 
-CHEAP = 10_000_000  # parameters times training examples, up to which a certificate takes seconds
+CHEAP = 1_000_000  # parameters times training examples, up to which a certificate takes seconds
 LAYERS = 40  # parameters shown by name
 
 

@@ -22,7 +22,7 @@ from lapwing.report.facts import Facts, Scored, scored
 DECADES, EACH = 2, 4  # to both sides, and steps in each
 FACTORS = tuple(10 ** (k / EACH) for k in range(-DECADES * EACH, DECADES * EACH + 1))
 CHOSEN = DECADES * EACH  # the place of c = 1
-EXAMPLES = 256  # of the test data, at most
+EXAMPLES = 1000  # of the test data, at most
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lapwing.report.charts import percent, short_of
 from lapwing.report.facts import LEVEL, NETWORK, Facts, Scored
 from lapwing.solvers.estimate import Estimate
 
@@ -33,12 +34,14 @@ def of_fit(fit: Any, facts: Facts) -> Verdict:
     one = facts.fits[0]
     gain = facts.gain(one)
     if gain is None:
-        return Verdict("even", f"NLL {one.scores['nll']:.3g} nats an example", _on(facts), _advice(fit, facts, ""))
+        return Verdict(
+            "even", f"NLL {short_of(one.scores['nll'])} nats an example", _on(facts), _advice(fit, facts, "")
+        )
     tone = _tone(gain)
     headline = {
         "good": "Better than the plain network on the test data",
         "bad": "Worse than the plain network on the test data",
-        "even": "No better and no worse than the plain network, as far as these test data tell",
+        "even": "On par with the plain network: the difference is within chance",
     }[tone]
     return Verdict(tone, headline, _because(facts, one, gain), _advice(fit, facts, tone))
 
@@ -52,9 +55,10 @@ def _because(facts: Facts, one: Scored, gain: Estimate) -> str:
     assert facts.network is not None
     way = "lower" if gain.value > 0 else "higher"
     return (
-        f"Its NLL is {one.scores['nll']:.4g} nats an example, the network’s {facts.network.scores['nll']:.4g}: "
-        f"{abs(gain.value):.3g} ± {gain.standard_error:.2g} {way} (mean and standard error of the difference over the "
-        f"same {facts.n:,} examples; 90 % interval {gain.interval[0]:.3g} to {gain.interval[1]:.3g})."
+        f"Its NLL is {short_of(one.scores['nll'])} nats an example, the network’s "
+        f"{short_of(facts.network.scores['nll'])}: {way} by {short_of(abs(gain.value))} ± {gain.standard_error:.2g}. "
+        f"That is the mean difference over the same {facts.n:,} examples with its standard error; its 90 % interval "
+        f"is {short_of(gain.interval[0])} to {short_of(gain.interval[1])}."
     )
 
 
@@ -119,23 +123,23 @@ def _calibration(fit: Any, facts: Facts) -> list[str]:
         return []
     said, was = one.scores["confidence"], one.scores["accuracy"]
     error = math.sqrt(max(was * (1 - was), 1 / facts.n) / facts.n)
+    figures = f"mean confidence {percent(said)}, accuracy {percent(was)} ± {percent(error)}"
     if abs(said - was) <= SHARE * error:
-        return [f"It is as sure as it is right: mean confidence {said:.1%}, accuracy {was:.1%} ± {error:.1%}."]
+        return [f"It is as sure as it is right: {figures}."]
     how = "surer than it is right" if said > was else "less sure than it is right"
-    words = f"It is {how}: mean confidence {said:.1%}, accuracy {was:.1%} ± {error:.1%}."
-    return [f"{words} {_remedy(fit, '')}".rstrip()]
+    return [f"It is {how}: {figures}. {_remedy(fit, '')}".rstrip()]
 
 
 def _intervals(one: Scored, count: int) -> list[str]:
     was = one.scores["coverage"]
     error = math.sqrt(LEVEL * (1 - LEVEL) / count)
-    words = f"Its {LEVEL:.0%} intervals hold {was:.1%} of the test targets (± {error:.1%} by chance)"
+    words = f"Its {100 * LEVEL:.0f} % intervals hold {percent(was)} of the test targets"
     if abs(was - LEVEL) <= SHARE * error:
-        return [f"{words}: as they should."]
+        return [f"{words}, which is within chance (± {percent(error)})."]
     how = "too narrow" if was < LEVEL else "wider than they need be"
     return [
-        f"{words}: they are {how}. lw.conformal.calibrate(la.predict(x), y) on held-out data makes them hold as often "
-        "as they say."
+        f"{words} (± {percent(error)} by chance): they are {how}. lw.conformal.calibrate(la.predict(x), y) on held-out "
+        "data makes them hold as often as they say."
     ]
 
 
@@ -176,8 +180,8 @@ def _beside(best: Scored, other: Any, gain: Estimate) -> str:
     who = f"the {NETWORK}" if other.name == NETWORK else other.name
     way = "lower" if gain.value >= 0 else "higher"
     return (
-        f"Its NLL is {abs(gain.value):.3g} ± {gain.standard_error:.2g} nats an example {way} than that of {who} "
-        f"({best.scores['nll']:.4g} against {other.scores['nll']:.4g})."
+        f"Its NLL is {short_of(abs(gain.value))} ± {gain.standard_error:.2g} nats an example {way} than that of {who} "
+        f"({short_of(best.scores['nll'])} against {short_of(other.scores['nll'])})."
     )
 
 
@@ -193,13 +197,17 @@ def _which(best: Scored, second: Scored, sure: bool, tone: str, gain: Estimate) 
 Say = Callable[[float], str]
 SCORES: dict[str, tuple[str, str, Say]] = {  # name: (shown, what it is, in digits)
     "nll": ("NLL", "−log p, nats an example; low is good", "{:.4f}".format),
-    "accuracy": ("accuracy", "share of right labels", "{:.1%}".format),
-    "confidence": ("confidence", "mean p of the most probable class; should be the accuracy", "{:.1%}".format),
+    "accuracy": ("accuracy", "share of right labels", percent),
+    "confidence": ("confidence", "mean p of the most probable class; should be the accuracy", percent),
     "ece": ("ECE", "calibration error, 15 bins; low is good", "{:.4f}".format),
     "brier": ("Brier", "squared distance to the label, 0 to 2; low is good", "{:.4f}".format),
     "rmse": ("RMSE", "root mean squared error, in the unit of y; low is good", "{:.4g}".format),
-    "coverage": ("coverage", f"share of y within the {LEVEL:.0%} interval; should be {LEVEL:.0%}", "{:.1%}".format),
-    "sharpness": ("width", f"of the {LEVEL:.0%} interval; small is good, at equal coverage", "{:.4g}".format),
+    "coverage": (
+        "coverage",
+        f"share of y within the {100 * LEVEL:.0f} % interval; should be {100 * LEVEL:.0f} %",
+        percent,
+    ),
+    "sharpness": ("width", f"of the {100 * LEVEL:.0f} % interval; small is good, at equal coverage", "{:.4g}".format),
     "aurc": ("AURC", "mean risk over all coverages; low is good", "{:.4g}".format),
 }
 
