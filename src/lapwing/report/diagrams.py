@@ -24,13 +24,20 @@ LEVELS = tuple(k / 20 for k in range(1, 20))  # of intervals
 BINS, GROUPS = 10, 8  # of a histogram of F(y); of examples by their standard deviation
 LEAST = 10  # predictions in a bin that is drawn: fewer are noise
 COLUMNS = 30  # of a histogram of scores
+COLORS = 5  # of fits
 POINTS = 200  # of a curve, at most
 
 
 def styles(facts: Facts) -> list[tuple[str, Scored]]:
     """Each predictor with its style; s0 belongs to the network."""
     start = 1 if facts.network is None else 0
-    return [(f"s{start + k}", one) for k, one in enumerate(facts.all)]
+    return [(style_of(start + k), one) for k, one in enumerate(facts.all)]
+
+
+def style_of(place: int) -> str:
+    """s0, then s1 to s5 over and over, dashed from the second time on."""
+    color = f"s{(place - 1) % COLORS + 1}" if place else "s0"
+    return color if place <= COLORS else f"{color} again"
 
 
 def shares(x: str, y: str) -> Chart:

@@ -111,24 +111,23 @@ def scored(name: str, prediction: Prediction, y: Tensor) -> Scored:
 
 def _of_classes(prediction: Prediction, y: Tensor) -> dict[str, Any]:
     p = prediction.likelihood.class_probs(prediction.probs).double()  # (n, ..., c)
-    y = hard_labels(prediction, y)
-    right = metrics.accuracy(prediction, y, each=True)
-    binned = metrics.reliability(prediction, y)
+    y = hard_labels(prediction, y).reshape(p.shape[:-1])
+    right = metrics.accuracy(p, y, each=True)
+    binned = metrics.reliability(p, y)
     scores = {
         "accuracy": float(right.mean()),
         "confidence": float(p.amax(-1).mean()),
         "ece": binned.ece,
-        "brier": metrics.brier(prediction, y),
+        "brier": metrics.brier(p, y),
     }
-    doubt = 1 - p.amax(-1)
-    flat = {"uncertainty": _by_example(doubt), "loss": _by_example(1 - right)}
+    flat = {"uncertainty": _by_example(1 - p.amax(-1)), "loss": _by_example(1 - right)}
     return {"scores": scores, "labels": p.argmax(-1), "reliability": binned, **flat}
 
 
 def hard_labels(prediction: Prediction, y: Tensor) -> Tensor:
-    """Labels (n, ...), where targets may be probabilities."""
-    likelihood = prediction.likelihood
-    return y.argmax(-1) if likelihood.soft and y.is_floating_point() and y.ndim == prediction.f_mean.ndim else y
+    """Labels; of targets that are probabilities of classes, the most probable one."""
+    soft = prediction.likelihood.response == "softmax" and y.is_floating_point()
+    return y.argmax(-1) if soft else y.long()
 
 
 def _of_numbers(prediction: Prediction, y: Tensor) -> dict[str, Any]:

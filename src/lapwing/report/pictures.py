@@ -57,8 +57,8 @@ def _class(facts: Facts, one: Scored, i: int) -> tuple[str, str, bool]:
     assert one.labels is not None
     assert one.uncertainty is not None
     label, y = one.labels[i], hard_labels(one.prediction, facts.targets)[i]
-    wrong = not bool((label == y).all())
-    return f"{_listed(label)} ({100 * (1 - float(one.uncertainty[i])):.0f}\u00a0%)", _listed(y.long()), wrong
+    wrong = not bool((label.flatten() == y.flatten()).all())
+    return f"{_listed(label)} ({100 * (1 - float(one.uncertainty[i])):.0f}\u00a0%)", _listed(y), wrong
 
 
 def _number(facts: Facts, one: Scored, i: int) -> tuple[str, str, bool]:

@@ -67,7 +67,7 @@ def described(fit: Any) -> list[list[str]]:
     rows = [["fit", repr(fit)], ["network", type(fit.tangent.model).__name__]]
     if fit.n:
         rows.append(["training examples", f"{fit.n:,}"])
-    rows += [[f"noise: {k}", _values(v)] for k, v in getattr(fit.likelihood, "hyperparameters", {}).items()]
+    rows += [[f"likelihood: {k}", _values(v)] for k, v in getattr(fit.likelihood, "hyperparameters", {}).items()]
     prior = getattr(fit, "prior", None)
     rows += [[f"prior: {k}", _values(v)] for k, v in ({} if prior is None else prior.hyperparameters).items()]
     if getattr(fit, "calibration", None) is not None:

@@ -53,12 +53,13 @@ def _tone(gain: Estimate) -> str:
 
 def _because(facts: Facts, one: Scored, gain: Estimate) -> str:
     assert facts.network is not None
-    way = "lower" if gain.value > 0 else "higher"
+    way, sign = ("lower", 1) if gain.value > 0 else ("higher", -1)
+    low, high = sorted(sign * v for v in gain.interval)
     return (
         f"Its NLL is {short_of(one.scores['nll'])} nats an example, the network’s "
         f"{short_of(facts.network.scores['nll'])}: {way} by {short_of(abs(gain.value))} ± {gain.standard_error:.2g}. "
-        f"That is the mean difference over the same {facts.n:,} examples with its standard error; its 90 % interval "
-        f"is {short_of(gain.interval[0])} to {short_of(gain.interval[1])}."
+        f"That is the mean difference over the same {facts.n:,} examples with its standard error; its 90 % interval is "
+        f"{short_of(low)} to {short_of(high)}."
     )
 
 
@@ -70,7 +71,7 @@ def _on(facts: Facts) -> str:
 
 
 def _advice(fit: Any, facts: Facts, tone: str) -> tuple[str, ...]:
-    found = [*_use(fit, facts, tone), *_calibration(fit, facts), *_tuning(fit)]
+    found = [*_use(fit, facts, tone), *_calibration(fit, facts, tone), *_tuning(fit)]
     if facts.n < FEW:
         found.append(f"{facts.n} test examples are few: read every figure here with its chance in mind.")
     return tuple(found)
@@ -115,7 +116,7 @@ def _remedy(fit: Any, otherwise: str) -> str:
     )
 
 
-def _calibration(fit: Any, facts: Facts) -> list[str]:
+def _calibration(fit: Any, facts: Facts, tone: str) -> list[str]:
     one = facts.fits[0]
     if "coverage" in one.scores:
         return _intervals(one, facts.targets.numel())
@@ -127,7 +128,8 @@ def _calibration(fit: Any, facts: Facts) -> list[str]:
     if abs(said - was) <= SHARE * error:
         return [f"It is as sure as it is right: {figures}."]
     how = "surer than it is right" if said > was else "less sure than it is right"
-    return [f"It is {how}: {figures}. {_remedy(fit, '')}".rstrip()]
+    remedy = "" if tone == "bad" else _remedy(fit, "")  # which has been said
+    return [f"It is {how}: {figures}. {remedy}".rstrip()]
 
 
 def _intervals(one: Scored, count: int) -> list[str]:
