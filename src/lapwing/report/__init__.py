@@ -20,7 +20,7 @@ from lapwing import files, selection
 from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
 from lapwing.report import page, record
 from lapwing.report.facts import Facts, gather
-from lapwing.report.sweep import Sweep, sweep
+from lapwing.report.sweep import Sweep, over_priors
 from lapwing.selection.compare import Comparison
 
 __all__ = ["report"]
@@ -58,7 +58,7 @@ def _written(fits: Any, test: Any, ood: Any, certify: bool | None, heard: list[A
 def _swept(fit: Any, facts: Facts) -> Sweep | str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LapwingWarning)
-        return sweep(fit, facts)
+        return over_priors(fit, facts)
 
 
 def _of_several(fits: Mapping[Any, Any], test: Any, ood: Any, certify: bool | None, heard: list[Any]) -> str:

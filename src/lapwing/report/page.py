@@ -96,7 +96,7 @@ def _scores(facts: Facts) -> str:
         noise = (
             "" if facts.fits[0].classes else ", with the noise that its training residuals have, where they are known"
         )
-        notes = (*notes, f"The plain network predicts by its outputs alone{noise}.")
+        notes = (*notes, f"The plain network (of an ensemble, the first) predicts by its outputs alone{noise}.")
     return section("Scores", table(verdict.table(facts), "numbers") + "".join(map(words, notes)))
 
 

@@ -50,7 +50,7 @@ class Sweep:
         return max(self.steps, key=lambda step: float(step.terms.log_evidence))
 
 
-def sweep(fit: Any, facts: Facts) -> Sweep | str:
+def over_priors(fit: Any, facts: Facts) -> Sweep | str:
     """Over the prior precision, at up to EXAMPLES of the test data; or why there is none."""
     if reason := _without(fit):
         return reason
