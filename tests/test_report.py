@@ -20,7 +20,7 @@ from lapwing.metrics import Reliability
 from lapwing.report import diagrams, moving, pictures, record, sweep, verdict
 from lapwing.report import page as html
 from lapwing.report.charts import Axis, Chart, decades, line, nice, short
-from lapwing.report.facts import NETWORK, Facts, gather
+from lapwing.report.facts import NETWORK, ReportFacts, gather
 
 X, TEST, FAR = normal(30, 3), normal(21, 3, seed=1), 4 * normal(9, 3, seed=2)
 
@@ -49,7 +49,7 @@ def classes() -> tuple[lw.Laplace, Tensor]:
     return fit, integers(4, 21, seed=5)
 
 
-def facts_of(pair: tuple[lw.Laplace, Tensor]) -> Facts:
+def facts_of(pair: tuple[lw.Laplace, Tensor]) -> ReportFacts:
     fit, y = pair
     return gather({"it": fit}, (TEST, y))
 
@@ -200,7 +200,7 @@ def told(network_nll: Tensor, nll: Tensor, **scores: float) -> verdict.Verdict:
         SimpleNamespace(name=name, nll=v, scores={"nll": float(v.mean()), **scores}, prediction=likelihood)
         for name, v in ((NETWORK, network_nll), ("it", nll))
     ]
-    facts = Facts(None, torch.zeros(len(nll)), (pair[1],), pair[0], (), torch.zeros(1))
+    facts = ReportFacts(None, torch.zeros(len(nll)), (pair[1],), pair[0], (), torch.zeros(1))
     return verdict.of_fit(SimpleNamespace(tuning=None), facts)
 
 

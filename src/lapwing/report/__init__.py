@@ -19,7 +19,7 @@ import torch
 from lapwing import files, selection
 from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
 from lapwing.report import page, record
-from lapwing.report.facts import Facts, gather
+from lapwing.report.facts import ReportFacts, gather
 from lapwing.report.sweep import Sweep, over_priors
 from lapwing.selection.compare import Comparison
 
@@ -55,7 +55,7 @@ def _written(fits: Any, test: Any, ood: Any, certify: bool | None, heard: list[A
     return page.of_fit(fits, facts, _swept(fits, facts), certificate, said)
 
 
-def _swept(fit: Any, facts: Facts) -> Sweep | str:
+def _swept(fit: Any, facts: ReportFacts) -> Sweep | str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LapwingWarning)
         return over_priors(fit, facts)

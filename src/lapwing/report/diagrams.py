@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lapwing.metrics import Reliability
 from lapwing.report.charts import Axis, Chart, Point, around, bars, dots, line
-from lapwing.report.facts import Facts, Scored
+from lapwing.report.facts import ReportFacts, Scored
 
 LEVELS = tuple(k / 20 for k in range(1, 20))  # of intervals
 BINS, GROUPS = 10, 8  # of a histogram of F(y); of examples by their standard deviation
@@ -28,7 +28,7 @@ COLORS = 5  # of fits
 POINTS = 200  # of a curve, at most
 
 
-def styles(facts: Facts) -> list[tuple[str, Scored]]:
+def styles(facts: ReportFacts) -> list[tuple[str, Scored]]:
     """Each predictor with its style; s0 belongs to the network."""
     start = 1 if facts.network is None else 0
     return [(style_of(start + k), one) for k, one in enumerate(facts.all)]
@@ -47,7 +47,7 @@ def shares(x: str, y: str) -> Chart:
     return chart
 
 
-def reliability(facts: Facts) -> str:
+def reliability(facts: ReportFacts) -> str:
     """Accuracy against confidence."""
     chart = shares("confidence: what it says", "accuracy: how often it is right")
     for style, one in styles(facts):
@@ -72,7 +72,7 @@ def coverages(pit: Tensor) -> list[Point]:
     return [(level, float((away <= level).double().mean())) for level in LEVELS]
 
 
-def intervals(facts: Facts) -> str:
+def intervals(facts: ReportFacts) -> str:
     """How often intervals hold y."""
     chart = shares("level: how often the interval says it holds y", "how often it does")
     for style, one in styles(facts):
@@ -93,7 +93,7 @@ def histogram(values: Tensor, edges: Sequence[float]) -> list[float]:
     return (torch.bincount(place, minlength=len(edges) - 1).double() / values.numel()).tolist()
 
 
-def pit(facts: Facts) -> str:
+def pit(facts: ReportFacts) -> str:
     """A histogram of F(y) of the first fit."""
     one = facts.fits[0]
     assert one.pit is not None
@@ -116,7 +116,7 @@ def _rms(values: Tensor) -> float:
     return float(values.double().square().mean().sqrt())
 
 
-def spread(facts: Facts) -> str:
+def spread(facts: ReportFacts) -> str:
     """Root mean squared error against predicted standard deviation, of each predictor."""
     found = {}
     for style, one in styles(facts):
@@ -132,7 +132,7 @@ def spread(facts: Facts) -> str:
     return chart.svg("Root mean squared error against predicted standard deviation")
 
 
-def risk(facts: Facts) -> str:
+def risk(facts: ReportFacts) -> str:
     """Mean loss of those that are answered."""
     curves = {}
     for style, one in styles(facts):

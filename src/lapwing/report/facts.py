@@ -59,7 +59,7 @@ class Scored:
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class ReportFacts:
     """Test data, and predictions of them: of the plain network where there is one, and of one fit or several."""
 
     inputs: Any
@@ -86,8 +86,8 @@ class Facts:
         return None if over is None else metrics.paired(over.nll, fit.nll)
 
 
-def gather(fits: dict[str, Any], test: Any, ood: Any = None) -> Facts:
-    """Facts of {name: fit} at test data, a pair (X, y) or batches; ood: inputs that are unlike the training data."""
+def gather(fits: dict[str, Any], test: Any, ood: Any = None) -> ReportFacts:
+    """ReportFacts of {name: fit} at test data, a pair (X, y) or batches; ood: inputs that are unlike the training data."""
     first = next(iter(fits.values()))
     batches = list(passes(as_batches(test), first.tangent.device, label="test"))
     y = torch.cat([y for _, y in batches])
@@ -98,7 +98,7 @@ def gather(fits: dict[str, Any], test: Any, ood: Any = None) -> Facts:
         found = tuple(scored(name, in_turn(fit.predict, inputs), y) for name, fit in fits.items())
         network, notes = _network(first, inputs, y)
         unlike = None if ood is None else _novelty(first.predict(ood))
-    return Facts(tree.joined(inputs), y, found, network, notes, _novelty(found[0].prediction), unlike)
+    return ReportFacts(tree.joined(inputs), y, found, network, notes, _novelty(found[0].prediction), unlike)
 
 
 def scored(name: str, prediction: Prediction, y: Tensor) -> Scored:

@@ -11,7 +11,7 @@ from typing import Any
 from lapwing import metrics
 from lapwing.report import diagrams, pictures, record, verdict
 from lapwing.report.charts import percent
-from lapwing.report.facts import Facts
+from lapwing.report.facts import ReportFacts
 from lapwing.report.moving import Moving, moving
 from lapwing.report.pieces import charts, document, legend, scrolled, section, table, words, wrapped
 from lapwing.report.sweep import Sweep
@@ -44,7 +44,9 @@ CAPTIONS = {
 TERMS = (("s1", "log evidence"), ("t-fit", "fit"), ("t-quadratic", "− quadratic"), ("t-occam", "− occam"))
 
 
-def of_fit(fit: Any, facts: Facts, found: Sweep | str, certificate: tuple[Any, str], warned: Sequence[str]) -> str:
+def of_fit(
+    fit: Any, facts: ReportFacts, found: Sweep | str, certificate: tuple[Any, str], warned: Sequence[str]
+) -> str:
     """The page of one fit; warned: what was warned of on the way."""
     parts = [
         _top(verdict.of_fit(fit, facts), f"Report · {_network(fit)} · {facts.n:,} test examples", warned),
@@ -59,7 +61,7 @@ def of_fit(fit: Any, facts: Facts, found: Sweep | str, certificate: tuple[Any, s
     return document("Lapwing report", parts)
 
 
-def of_several(fits: dict[str, Any], facts: Facts, found: Comparison | str, warned: Sequence[str]) -> str:
+def of_several(fits: dict[str, Any], facts: ReportFacts, found: Comparison | str, warned: Sequence[str]) -> str:
     """The page of several fits; found: their evidences, or why these are not compared."""
     first = next(iter(fits.values()))
     over = f"Comparison · {_network(first)} · {len(fits)} fits · {facts.n:,} test examples"
@@ -90,7 +92,7 @@ def _top(said: Verdict, over: str, warned: Sequence[str]) -> str:
     )
 
 
-def _scores(facts: Facts) -> str:
+def _scores(facts: ReportFacts) -> str:
     notes = facts.notes
     if facts.network is not None:
         noise = (
@@ -100,7 +102,7 @@ def _scores(facts: Facts) -> str:
     return section("Scores", table(verdict.table(facts), "numbers") + "".join(map(words, notes)))
 
 
-def _quality(facts: Facts, whole: bool) -> str:
+def _quality(facts: ReportFacts, whole: bool) -> str:
     """whole: with the histogram, which is of one fit."""
     one = facts.fits[0]
     key = legend([*((style, each.name) for style, each in diagrams.styles(facts)), ("dash", "ideal")])
@@ -113,7 +115,7 @@ def _quality(facts: Facts, whole: bool) -> str:
     return section("Calibration", words(f"A {kind} prediction does not say the distribution of each target."))
 
 
-def _drawn(facts: Facts, *makers: Callable[[Facts], str]) -> str:
+def _drawn(facts: ReportFacts, *makers: Callable[[ReportFacts], str]) -> str:
     return charts((make(facts), CAPTIONS[make.__name__]) for make in makers)
 
 
@@ -160,7 +162,7 @@ def _payload(made: Moving) -> str:
     return f'<script type="application/json" id="sweep">{text}</script>'
 
 
-def _novelty(facts: Facts) -> str:
+def _novelty(facts: ReportFacts) -> str:
     title = "Does it know what it has not seen?"
     if facts.unlike is None:
         if not float(facts.novelty.max()) > 0:
@@ -177,7 +179,7 @@ def _novelty(facts: Facts) -> str:
     return section(title, words(said) + key + charts([(diagrams.novelty(known, unlike), "")]))
 
 
-def _examples(facts: Facts) -> str:
+def _examples(facts: ReportFacts) -> str:
     found = pictures.most_uncertain(facts)
     if not found:
         return ""

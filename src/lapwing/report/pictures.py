@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.report.charts import short_of
-from lapwing.report.facts import Facts, Scored, hard_labels
+from lapwing.report.facts import ReportFacts, Scored, hard_labels
 
 COUNT = 12
 LEAST = 64  # numbers of a flat input that can be a square image
@@ -37,7 +37,7 @@ class Example:
     wrong: bool
 
 
-def most_uncertain(facts: Facts) -> list[Example]:
+def most_uncertain(facts: ReportFacts) -> list[Example]:
     """Those of the first fit, the least sure first; none where it has no uncertainty to rank by."""
     one = facts.fits[0]
     if one.uncertainty is None:
@@ -47,13 +47,13 @@ def most_uncertain(facts: Facts) -> list[Example]:
     return [_example(facts, one, i, None if shown is None else shown[i]) for i in order]
 
 
-def _example(facts: Facts, one: Scored, i: int, picture: Tensor | None) -> Example:
+def _example(facts: ReportFacts, one: Scored, i: int, picture: Tensor | None) -> Example:
     uri = "" if picture is None else f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
     said, was, wrong = (_class if one.classes else _number)(facts, one, i)
     return Example(i, uri, "" if uri else _numbers(facts.inputs, i), said, was, wrong)
 
 
-def _class(facts: Facts, one: Scored, i: int) -> tuple[str, str, bool]:
+def _class(facts: ReportFacts, one: Scored, i: int) -> tuple[str, str, bool]:
     assert one.labels is not None
     assert one.uncertainty is not None
     label, y = one.labels[i], hard_labels(one.prediction, facts.targets)[i]
@@ -61,7 +61,7 @@ def _class(facts: Facts, one: Scored, i: int) -> tuple[str, str, bool]:
     return f"{_listed(label)} ({100 * (1 - float(one.uncertainty[i])):.0f}\u00a0%)", _listed(y), wrong
 
 
-def _number(facts: Facts, one: Scored, i: int) -> tuple[str, str, bool]:
+def _number(facts: ReportFacts, one: Scored, i: int) -> tuple[str, str, bool]:
     """Wrong: outside of the interval."""
     mean, std = one.prediction.mean[i].flatten().tolist(), one.prediction.std[i].flatten().tolist()
     y = one.prediction.likelihood.aligned(one.prediction.f_mean, facts.targets)[i]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.evidence import Evidence
-from lapwing.report.facts import Facts, Scored, scored
+from lapwing.report.facts import ReportFacts, Scored, scored
 
 DECADES, EACH = 2, 4  # to both sides, and steps in each
 FACTORS = tuple(10 ** (k / EACH) for k in range(-DECADES * EACH, DECADES * EACH + 1))
@@ -50,7 +50,7 @@ class Sweep:
         return max(self.steps, key=lambda step: float(step.terms.log_evidence))
 
 
-def over_priors(fit: Any, facts: Facts) -> Sweep | str:
+def over_priors(fit: Any, facts: ReportFacts) -> Sweep | str:
     """Over the prior precision, at up to EXAMPLES of the test data; or why there is none."""
     if reason := _without(fit):
         return reason

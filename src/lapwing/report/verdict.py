@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lapwing.report.charts import percent, short_of
-from lapwing.report.facts import LEVEL, NETWORK, Facts, Scored
+from lapwing.report.facts import LEVEL, NETWORK, ReportFacts, Scored
 from lapwing.solvers.estimate import Estimate
 
 FEW = 100  # test examples, below which figures say little
@@ -29,7 +29,7 @@ class Verdict:
     advice: tuple[str, ...]
 
 
-def of_fit(fit: Any, facts: Facts) -> Verdict:
+def of_fit(fit: Any, facts: ReportFacts) -> Verdict:
     """Of one fit, beside its network."""
     one = facts.fits[0]
     gain = facts.gain(one)
@@ -51,7 +51,7 @@ def _tone(gain: Estimate) -> str:
     return "good" if low > 0 else "bad" if high < 0 else "even"
 
 
-def _because(facts: Facts, one: Scored, gain: Estimate) -> str:
+def _because(facts: ReportFacts, one: Scored, gain: Estimate) -> str:
     assert facts.network is not None
     way, sign = ("lower", 1) if gain.value > 0 else ("higher", -1)
     low, high = sorted(sign * v for v in gain.interval)
@@ -63,21 +63,21 @@ def _because(facts: Facts, one: Scored, gain: Estimate) -> str:
     )
 
 
-def _on(facts: Facts) -> str:
+def _on(facts: ReportFacts) -> str:
     return f"Mean −log p of {facts.n:,} test examples. {' '.join(facts.notes)}"
 
 
 # -- what to do ------------------------------------------------------------------------------------------------------
 
 
-def _advice(fit: Any, facts: Facts, tone: str) -> tuple[str, ...]:
+def _advice(fit: Any, facts: ReportFacts, tone: str) -> tuple[str, ...]:
     found = [*_use(fit, facts, tone), *_calibration(fit, facts, tone), *_tuning(fit)]
     if facts.n < FEW:
         found.append(f"{facts.n} test examples are few: read every figure here with its chance in mind.")
     return tuple(found)
 
 
-def _use(fit: Any, facts: Facts, tone: str) -> list[str]:
+def _use(fit: Any, facts: ReportFacts, tone: str) -> list[str]:
     if tone == "good":
         return ["Predict with it: la.predict(x)."]
     if tone == "bad":
@@ -116,7 +116,7 @@ def _remedy(fit: Any, otherwise: str) -> str:
     )
 
 
-def _calibration(fit: Any, facts: Facts, tone: str) -> list[str]:
+def _calibration(fit: Any, facts: ReportFacts, tone: str) -> list[str]:
     one = facts.fits[0]
     if "coverage" in one.scores:
         return _intervals(one, facts.targets.numel())
@@ -162,7 +162,7 @@ def _tuning(fit: Any) -> list[str]:
 # -- several fits ----------------------------------------------------------------------------------------------------
 
 
-def of_several(facts: Facts) -> Verdict:
+def of_several(facts: ReportFacts) -> Verdict:
     """The one of least NLL, beside the next and the network."""
     ordered = sorted(facts.fits, key=lambda one: one.scores["nll"])
     best, second = ordered[0], ordered[1]
@@ -214,7 +214,7 @@ SCORES: dict[str, tuple[str, str, Say]] = {  # name: (shown, what it is, in digi
 }
 
 
-def table(facts: Facts) -> list[list[str]]:
+def table(facts: ReportFacts) -> list[list[str]]:
     """A row for each score, a column for each predictor; the last says what it is."""
     names = [name for name in SCORES if any(name in _scores(one) for one in facts.all)]
     rows = [["", *(one.name for one in facts.all), ""]]
