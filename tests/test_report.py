@@ -348,6 +348,21 @@ def test_a_certificate_is_made_where_asked_or_quick(classes):
     assert "nothing to certify" in record.certificate(exact, True)[1]
 
 
+def test_a_prior_or_certificate_that_fails_costs_its_section_alone(classes, tmp_path, monkeypatch):
+    fit, y = classes
+
+    def fails(*_: object, **__: object) -> None:
+        raise lw.errors.NotConverged("it ran away")
+
+    monkeypatch.setattr(lw.Laplace, "decompose", fails)
+    monkeypatch.setattr(lw.Laplace, "certify", fails)
+    text = page(fit, y, tmp_path)
+    assert "Other priors could not be shown: it ran away." in text
+    assert "A certificate could not be made: it ran away." in text
+    with pytest.raises(lw.errors.NotConverged):
+        fit.report((TEST, y), tmp_path / "it.html", certify=True)
+
+
 def test_what_there_is_not_is_said(tmp_path):
     y = integers(4, 21, seed=5)
     text = page(lw.ensembles.deep([network(4), network(4, 1)], "categorical"), y, tmp_path)

@@ -1,5 +1,5 @@
 """A report in a browser: no errors, no requests, a slider that moves the picture, no scrolling sideways on a phone,
-colors for the dark and for paper. Skipped without Chromium (Debian: apt-get install chromium; pip install playwright)."""
+colors for the dark and for paper. Skipped without Chromium (Debian: apt-get install chromium; the extra `browser`)."""
 
 from __future__ import annotations
 

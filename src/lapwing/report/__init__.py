@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lapwing import files, selection
-from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
+from lapwing.errors import InvalidValue, LapwingError, LapwingWarning, Unsupported
 from lapwing.report import page, record
 from lapwing.report.facts import ReportFacts, gather
 from lapwing.report.sweep import Sweep, over_priors
@@ -58,7 +58,10 @@ def _written(fits: Any, test: Any, ood: Any, certify: bool | None, heard: list[A
 def _swept(fit: Any, facts: ReportFacts) -> Sweep | str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LapwingWarning)
-        return over_priors(fit, facts)
+        try:
+            return over_priors(fit, facts)
+        except LapwingError as error:  # of another prior than the fit's, which nobody asked for
+            return f"Other priors could not be shown: {error}."
 
 
 def _of_several(fits: Mapping[Any, Any], test: Any, ood: Any, certify: bool | None, heard: list[Any]) -> str:

@@ -87,7 +87,7 @@ class ReportFacts:
 
 
 def gather(fits: dict[str, Any], test: Any, ood: Any = None) -> ReportFacts:
-    """ReportFacts of {name: fit} at test data, a pair (X, y) or batches; ood: inputs that are unlike the training data."""
+    """Of {name: fit} at test data, a pair (X, y) or batches; ood: inputs that are unlike the training data."""
     first = next(iter(fits.values()))
     batches = list(passes(as_batches(test), first.tangent.device, label="test"))
     y = torch.cat([y for _, y in batches])

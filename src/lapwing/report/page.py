@@ -135,10 +135,10 @@ def _prior(found: Sweep | str) -> str:
 def _moved(made: Moving, n: int) -> str:
     what = {
         "reliability": f"Reliability on {n:,} test examples; dotted: at the prior of the fit.",
-        "error bars": f"95 % intervals of test examples, {n:,} of which the readings are of.",
+        "error bars": f"95 % intervals of some test examples; the readings are of {n:,}.",
     }[made.what]
     still = " They hardly depend on the prior." if made.still else ""
-    return f"{what} The noise, the mean and a calibration are held.{still}"
+    return f"{what} The noise, the mean and the calibration are held.{still}"
 
 
 def _slider(made: Moving, count: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lapwing.data import ranks_of
-from lapwing.errors import LapwingWarning
+from lapwing.errors import LapwingError, LapwingWarning
 from lapwing.report.charts import short
 
 CHEAP = 1_000_000  # parameters times training examples, up to which a certificate takes seconds
@@ -43,7 +43,12 @@ def certificate(fit: Any, asked: bool | None) -> tuple[Any, str]:
         return None, "A certificate reads the training data again, which this fit does not hold."
     if asked is False or (asked is None and fit.n * fit.state.layout.size > CHEAP):
         return None, "Not made here: a certificate takes passes over the training data. Ask for it by certify=True."
-    return fit.certify(), ""
+    try:
+        return fit.certify(), ""
+    except LapwingError as error:
+        if asked:
+            raise
+        return None, f"A certificate could not be made: {error}."
 
 
 def tuning(fit: Any) -> list[list[str]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lapwing import tree
+from lapwing.data import ranks_of
 from lapwing.evidence import Evidence
 from lapwing.report.facts import ReportFacts, Scored, scored
 
@@ -77,8 +78,8 @@ def _without(fit: Any) -> str:
 
 
 def _center(fit: Any) -> str:
-    """The fit's own where rows of J are in memory, so that each v* is cheap."""
-    if fit.center == "map":
+    """The fit's own where rows of J are in memory, all of them in this process, so that each v* is cheap."""
+    if fit.center == "map" or ranks_of(fit.data).group is not None:
         return "map"
     known = fit.state.memo.jacobian
     held = known is not None and known.rows is not None and known.batches is fit.data
