@@ -121,9 +121,9 @@ def test_intervals_hold_as_often_as_a_count_of_them_says(numbers):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_histograms_are_numpys(seed):
     values, edges = torch.rand(200, generator=seeded(seed), dtype=torch.float64), [k / 7 for k in range(8)]
-    values = torch.cat([values, torch.tensor([0.0, 1.0, 1 / 7])])
+    values = torch.cat([values, torch.tensor([0.0, 1.0, 1 / 7, 3 / 7], dtype=torch.float64)])
     counts, _ = np.histogram(values.numpy(), edges)
-    assert diagrams.histogram(values, edges) == pytest.approx((counts / 203).tolist())
+    assert diagrams.histogram(values, edges) == pytest.approx((counts / 204).tolist())
 
 
 def test_groups_are_of_equal_size_by_rising_deviation():
@@ -369,6 +369,20 @@ def test_what_there_is_not_is_said(tmp_path):
     assert "no evidence with terms" in text
     assert "no structured curvature" in text
     assert 'id="sweep"' not in text
+
+
+def test_a_likelihood_that_says_only_its_density_has_its_nll_reported(tmp_path):
+    class Laplacian(lw.likelihoods.Custom):
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            return -(f - y).abs().sum(-1) - f.shape[-1] * math.log(2)
+
+    fit = lw.laplace(network(2), (X, TRAIN), Laplacian())
+    assert gather({"it": fit}, (TEST, truth(TEST))).network.nll.tolist() == pytest.approx(
+        ((fit.tangent.model(TEST) - truth(TEST)).abs().sum(-1) + 2 * math.log(2)).tolist()
+    )
+    text = page(fit, truth(TEST), tmp_path)
+    assert "there is the NLL alone" in text
+    assert "RMSE" not in text
 
 
 @pytest.mark.full

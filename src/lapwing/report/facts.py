@@ -131,12 +131,10 @@ def hard_labels(prediction: Prediction, y: Tensor) -> Tensor:
 
 
 def _of_numbers(prediction: Prediction, y: Tensor) -> dict[str, Any]:
-    if not _has(prediction, "mean"):
-        return {"scores": {}}
     y = prediction.likelihood.aligned(prediction.f_mean, y)
+    if not _says(prediction, "mean", "std") or y.shape != prediction.mean.shape:  # targets with noise of their own, say
+        return {"scores": {}}
     error = (prediction.mean.double() - y).abs()
-    if error.shape != y.shape or not _has(prediction, "std"):
-        return {"scores": {"rmse": metrics.rmse(prediction, y)}}
     low, high = ends = metrics.interval(prediction, LEVEL)
     scores = {
         "rmse": metrics.rmse(prediction, y),
@@ -147,12 +145,11 @@ def _of_numbers(prediction: Prediction, y: Tensor) -> dict[str, Any]:
     return {"scores": scores, "pit": metrics.pit(prediction, y), "interval": ends, **flat}
 
 
-def _has(prediction: Prediction, name: str) -> bool:
+def _says(prediction: Prediction, *names: str) -> bool:
     try:
-        getattr(prediction, name)
-    except Unsupported:  # a likelihood that does not say it: the report says so
+        return all(getattr(prediction, name) is not None for name in names)
+    except Unsupported:  # a likelihood without them: the report has the NLL alone
         return False
-    return True
 
 
 def _by_example(values: Tensor) -> Tensor:

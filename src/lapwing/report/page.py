@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lapwing import metrics
-from lapwing.report import diagrams, pictures, record, verdict
+from lapwing.report import diagrams, pictures, record, scores, verdict
 from lapwing.report.charts import percent
 from lapwing.report.facts import ReportFacts
 from lapwing.report.moving import Moving, moving
@@ -99,7 +99,7 @@ def _scores(facts: ReportFacts) -> str:
             "" if facts.fits[0].classes else ", with the noise that its training residuals have, where they are known"
         )
         notes = (*notes, f"The plain network (of an ensemble, the first) predicts by its outputs alone{noise}.")
-    return section("Scores", table(verdict.table(facts), "numbers") + "".join(map(words, notes)))
+    return section("Scores", table(scores.table(facts), "numbers") + "".join(map(words, notes)))
 
 
 def _quality(facts: ReportFacts, whole: bool) -> str:
@@ -112,7 +112,10 @@ def _quality(facts: ReportFacts, whole: bool) -> str:
         makers = (diagrams.intervals, diagrams.spread, diagrams.risk, *([diagrams.pit] if whole else []))
         return section("Can its error bars be believed?", key + _drawn(facts, *makers))
     kind = one.prediction.likelihood.name
-    return section("Calibration", words(f"A {kind} prediction does not say the distribution of each target."))
+    return section(
+        "Calibration",
+        words(f"Of a {kind} prediction and such targets there is the NLL alone: no intervals to hold to them."),
+    )
 
 
 def _drawn(facts: ReportFacts, *makers: Callable[[ReportFacts], str]) -> str:
