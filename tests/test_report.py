@@ -3,6 +3,7 @@ needs, says what there is not, and is written whole or not at all."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -356,7 +357,9 @@ def test_a_prior_or_certificate_that_fails_costs_its_section_alone(classes, tmp_
 
     monkeypatch.setattr(lw.Laplace, "decompose", fails)
     monkeypatch.setattr(lw.Laplace, "certify", fails)
-    text = page(fit, y, tmp_path)
+    tuned = dataclasses.replace(fit, tuning=lw.tune.Tuning("validation", "", (-2.0, -1.0), 2, True, ()))
+    text = page(tuned, y, tmp_path)
+    assert "held-out log-likelihood, best yet" in text
     assert "Other priors could not be shown: it ran away." in text
     assert "A certificate could not be made: it ran away." in text
     with pytest.raises(lw.errors.NotConverged):
@@ -410,15 +413,19 @@ def test_warnings_are_heard_once_and_stand_on_the_page(tmp_path):
 
 def test_a_comparison_names_the_best_and_its_evidences(numbers, tmp_path):
     fit, y = numbers
-    other = lw.laplace(network(2, 1), (X, TRAIN), lw.likelihoods.Gaussian(0.4), structure="full", prior=5.0)
+    other = lw.laplace(fit.tangent.model, (X, TRAIN), fit.likelihood, structure="kron", prior=5.0)
     fits = {"first": fit, "other": other.recentered()}
     text = lw.report(fits, (TEST, y), tmp_path / "two.html").read_text()
+    assert "that of the plain network" in text
     nll = {name: lw.metrics.nll(la.predict(TEST), y) for name, la in fits.items()}
     best = min(nll, key=nll.__getitem__)
     assert re.search(f"<h1>{best} (leads|predicts)", text)
     assert f"{float(fit.log_evidence()):.2f}" in text
     mixed = {"a": fit, "b": lw.ensembles.deep([network(2), network(2, 1)], lw.likelihoods.Gaussian(1.0))}
-    assert "compared by the test data alone" in lw.report(mixed, (TEST, y), tmp_path / "b.html").read_text()
+    text = lw.report(mixed, (TEST, y), tmp_path / "b.html").read_text()
+    assert "compared by the test data alone" in text
+    assert "of different networks" in text
+    assert "plain network" not in text
     listed = lw.report([fit, mixed["b"]], (TEST, y), tmp_path / "c.html").read_text()
     assert "<h1>0 " in listed or "<h1>1 " in listed
 

@@ -172,13 +172,13 @@ def novelty(known: Tensor, unknown: Tensor | None) -> str:
     return chart.svg("Histogram of ood_score")
 
 
-def trace(values: Sequence[float]) -> str:
-    """The log evidence after each step of a tuning."""
+def trace(values: Sequence[float], what: str) -> str:
+    """A number after each step of a tuning."""
     steps = [float(k) for k in range(1, len(values) + 1)]
-    ends = around(steps, "step") if len(steps) > 1 else Axis(0, 2, "step")
+    ends = around(steps)
     ticks = tuple((v, label) for v, label in ends.marks() if v == int(v))
-    chart = Chart(Axis(ends.low, ends.high, "step", ticks=ticks), around(values, "log evidence (nats)"), height=250)
+    chart = Chart(Axis(ends.low, ends.high, "step", ticks=ticks), around(values, what), height=250)
     points = list(zip(steps, values, strict=True))
     chart.mark("line s1", line(chart, points))
     chart.mark("dots s1", dots(chart, points))
-    return chart.svg("Log evidence after each step of the tuning")
+    return chart.svg(f"{what} after each step of the tuning")

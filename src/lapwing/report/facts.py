@@ -96,7 +96,7 @@ def gather(fits: dict[str, Any], test: Any, ood: Any = None) -> ReportFacts:
     inputs = [x for x, _ in batches]
     with torch.no_grad():
         found = tuple(scored(name, in_turn(fit.predict, inputs), y) for name, fit in fits.items())
-        network, notes = _network(first, inputs, y)
+        network, notes = _network(list(fits.values()), inputs, y)
         unlike = None if ood is None else _novelty(first.predict(ood))
     return ReportFacts(tree.joined(inputs), y, found, network, notes, _novelty(found[0].prediction), unlike)
 
@@ -163,8 +163,11 @@ def _novelty(prediction: Prediction) -> Tensor:
 # -- the plain network -----------------------------------------------------------------------------------------------
 
 
-def _network(fit: Any, inputs: list[Any], y: Tensor) -> tuple[Scored | None, tuple[str, ...]]:
-    """By its outputs alone, under the fit's likelihood; or why there is none."""
+def _network(fits: list[Any], inputs: list[Any], y: Tensor) -> tuple[Scored | None, tuple[str, ...]]:
+    """That of all fits, by its outputs alone under the first one's likelihood; or why there is none."""
+    if len({id(fit.tangent.model) for fit in fits}) > 1:
+        return None, ("These are of different networks: the report of each fit holds it to its own.",)
+    fit = fits[0]
     likelihood = fit.likelihood.plain.predictive
     if isinstance(likelihood, Several):
         return None, ("There is no plain network to compare with: the noise was drawn together with the weights.",)

@@ -210,10 +210,12 @@ def _red(wrong: bool) -> str:
 
 def _made(fit: Any, certificate: tuple[Any, str]) -> str:
     body = table([["", ""], *record.described(fit), *record.tuning(fit)], "mono")
-    trace = getattr(getattr(fit, "tuning", None), "trace", ())
-    if len(trace) > 1:
-        body += charts([(diagrams.trace(trace), "The log evidence after each step of the tuning.")])
-    elif hasattr(fit, "tuned") and getattr(fit, "tuning", None) is None:
+    tuning = getattr(fit, "tuning", None)
+    if tuning is not None and len(tuning.trace) > 1:
+        held_out = tuning.method == "validation"
+        what = "held-out log-likelihood, best yet" if held_out else "log evidence (nats)"
+        body += charts([(diagrams.trace(tuning.trace, what), "After each step of the tuning.")])
+    elif hasattr(fit, "tuned") and tuning is None:
         body += words("It was not tuned.")
     made, reason = certificate
     body += "<h3>Certificate</h3>" + (words(reason) if made is None else scrolled(made._repr_html_()))

@@ -173,7 +173,7 @@ def of_several(facts: ReportFacts) -> Verdict:
     over = facts.gain(best)
     if over is not None:
         told.append(_beside(best, facts.network, over))
-    tone = "even" if over is None else _tone(over)
+    tone = "bad" if over is not None and _tone(over) == "bad" else "good" if sure else "even"
     return Verdict(tone, headline, " ".join(told), _which(best, second, sure, tone, gain))
 
 
