@@ -35,6 +35,7 @@ from lapwing.log_joint import LogJoint, log_joint
 from lapwing.merging import merge
 from lapwing.posterior import condition
 from lapwing.predictive import Prediction, predict
+from lapwing.report import report
 from lapwing.selection import compare
 from lapwing.shell import Fitted, mixture
 from lapwing.tangent import linearize
@@ -79,6 +80,7 @@ __all__ = [
     "predict",
     "predictive",
     "priors",
+    "report",
     "samplers",
     "scores",
     "selection",

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lapwing.posterior.mixture import log_weights
 from lapwing.predictive import Prediction
 from lapwing.predictive.batched import predicted
 from lapwing.priors import Prior
+from lapwing.report import report
 from lapwing.tangent import TangentModel
 
 ELSEWHERE = {  # what laplace-torch calls things, and what to call here
@@ -99,6 +101,12 @@ class Shell:
     def log_evidence(self) -> Tensor:
         """log p(D), where it is known."""
         raise Unsupported(f"{self!r} has no evidence: its posterior is known by draws; compare on held-out data")
+
+    def report(self, test: Any, path: str | os.PathLike[str], *, ood: Any = None, certify: bool | None = None) -> Path:
+        """Write one HTML page: whether this predicts test data, (X, y) or batches, better than the plain network, by
+        how much, and why. ood: inputs unlike the training data, to be told by ood_score. certify: whether to make a
+        certificate; unless told, where that is quick."""
+        return report(self, test, path, ood=ood, certify=certify)
 
     def packed(self, path: Any) -> io.Content:
         """What goes into a file: tensors and a header, which are seen to be such as could be read again."""

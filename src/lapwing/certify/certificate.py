@@ -7,6 +7,7 @@ Words tell it as error bars, which are square roots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
 from lapwing.solvers import Estimate
 
@@ -33,10 +34,11 @@ class Certificate:
         return "\n".join([self._title(), *lines, *(f"  note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        lines = [f"<th>{name}</th><td>{shown}</td><td>{words}</td>" for name, shown, words in self._lines()]
+        cells = [[escape(cell) for cell in line] for line in self._lines()]
+        lines = [f"<th>{name}</th><td>{shown}</td><td>{words}</td>" for name, shown, words in cells]
         rows = "".join(f"<tr>{line}</tr>" for line in lines)
-        notes = "".join(f"<tr><th>note</th><td colspan=2>{note}</td></tr>" for note in self.notes)
-        return f"<table><caption>{self._title()}</caption>{rows}{notes}</table>"
+        notes = "".join(f"<tr><th>note</th><td colspan=2>{escape(note)}</td></tr>" for note in self.notes)
+        return f"<table><caption>{escape(self._title())}</caption>{rows}{notes}</table>"
 
     def _title(self) -> str:
         cost = f"{self.probes} probes, {self.passes} passes over the data"

@@ -33,12 +33,12 @@ def predicted(
     loader = loading.as_loader(x)
     if loader is not None:
         batches = _batches(loader, tangent.device, progress)
-        return one(tree.joined(_some(batches))) if joint else _in_turn(one, batches, generator)
+        return one(tree.joined(_some(batches))) if joint else in_turn(one, batches, generator)
     inputs = loading.network_inputs(x, tangent.device)
     if progress and not joint and tangent.separable(inputs):
         cuts = tqdm(range(0, tree.batch_size(inputs), loading.BATCH), desc="predictions", leave=False)
         pieces = (tree.rows_of(inputs, slice(start, start + loading.BATCH)) for start in cuts)
-        made = _in_turn(one, pieces, generator)
+        made = in_turn(one, pieces, generator)
     else:
         made = one(inputs)
     return replace(made, index=getattr(x, "index", None)) if given.tabular(x) else made
@@ -59,7 +59,10 @@ def _batches(loader: DataLoader, device: torch.device, progress: bool) -> Iterat
         yield tree.detached(loading.network_inputs(alone, device))
 
 
-def _in_turn(one: Callable[[Any], Prediction], batches: Iterable[Any], generator: torch.Generator | None) -> Prediction:
+def in_turn(
+    one: Callable[[Any], Prediction], batches: Iterable[Any], generator: torch.Generator | None = None
+) -> Prediction:
+    """one(inputs) at each batch of inputs, put together."""
     start = None if generator is None else generator.get_state()
     made: list[Prediction] = []
     for inputs in batches:
