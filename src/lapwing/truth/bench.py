@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lapwing import data as loading
 from lapwing import given, tree
 from lapwing.errors import InvalidValue
+from lapwing.metrics.equivalent import Ladder
 from lapwing.posterior import Particles
 from lapwing.predictive import Prediction
 from lapwing.predictive.plot import axes_of
@@ -89,7 +90,7 @@ class Bench:
         found = list(loading.passes(loading.as_batches(test), device))
         self.problem, self.unknown = problem, unknown
         self.x, self.y = tree.joined([x for x, _ in found]), torch.cat([y for _, y in found])
-        self.members = None if yardstick is None else self._members(yardstick)
+        self.ladder = None if yardstick is None else Ladder(self._members(yardstick), self.y)
         start = time.perf_counter()
         self.reference, epochs = referenced(problem, reference, cache, progress)
         self.seconds = time.perf_counter() - start
@@ -109,9 +110,9 @@ class Bench:
     def reference_row(self) -> dict[str, float]:
         """The reference's own metrics; its agreement and variation are those of half of its chains with the others."""
         trial = Trial(self.reference, self.convergence.epochs)
-        row = scored(trial, self.x, self.y, self.truth, self.unknown, self.members)
+        row = scored(trial, self.x, self.y, self.truth, self.unknown, self.ladder)
         a, b = (Trial(half) for half in _halves(self.reference))
-        halves = scored(a, self.x, self.y, b.fit.predict(self.x), None, None)
+        halves = scored(a, self.x, self.y, b.fit.predict(self.x))
         row |= {key: halves[key] for key in ("agreement", "variation") if key in halves}
         return _with_cost(row, self.convergence.epochs, self.seconds)
 
@@ -121,7 +122,7 @@ class Bench:
         start = time.perf_counter()
         trial = tried(self.problem, name, METHODS[name] if method is None else method)
         seconds = time.perf_counter() - start
-        row = scored(trial, self.x, self.y, self.truth, self.unknown, self.members)
+        row = scored(trial, self.x, self.y, self.truth, self.unknown, self.ladder)
         return _with_cost(row, trial.epochs, seconds)
 
 

@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 from lapwing import data as loading
-from lapwing import ensembles, samplers, variational
+from lapwing import ensembles, samplers, tree, variational
 from lapwing.api import laplace
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.log_joint import LogJoint, log_joint
 from lapwing.operators import linalg
+from lapwing.samplers.examples import HeldExamples
 from lapwing.shell import Fitted, Shell, mixture
 from lapwing.subsets import Swag
 
@@ -145,29 +146,37 @@ def laplaces(problem: Problem, members: int = 5, steps: int = 1000, lr: float = 
     return Trial(mixture(each), members * (steps / problem.batches + problem.outputs))
 
 
-def swag(problem: Problem, steps: int = 1000, lr: float = 1e-2, snapshots: int = 40, rank: int = 20) -> Trial:
-    """SWAG: the trained network goes on by SGD at a constant rate, on −log p(D, θ)/n of single batches."""
-    net = copy.deepcopy(problem.model).eval()
-    joint = log_joint(net, problem.data, problem.likelihood, problem.prior)
-    seen, sgd, done = Swag(net, rank), torch.optim.SGD(net.parameters(), lr), 0
-    penalty = joint.prior.penalty
-    while done < steps:
-        for x, y in loading.passes(joint.batches, joint.tangent.device, seed=problem.seed + done):
-            sgd.zero_grad()
-            f = joint.tangent.forward(net, x)
-            fit = joint.likelihood.log_prob(f.double(), y).sum() / len(y)
-            (penalty(net) / problem.n - fit).backward()
-            sgd.step()
-            done += 1
-            if done % max(1, steps // snapshots) == 0:
-                seen.update()
-    return Trial(ensembles.swag(seen, joint.likelihood, generator=problem.seeded()), done / problem.batches)
+def swag(
+    problem: Problem,
+    steps: int = 1000,
+    lr: float = 1e-2,
+    batch: int = 32,
+    snapshots: int = 40,
+    rank: int = 20,
+    samples: int = 64,
+) -> Trial:
+    """SWAG of a run of SGD from the trained network, at a constant rate under the problem's prior. The spread of its
+    snapshots is that of minibatches: `batch` examples a step, drawn with repetition."""
+    net, joint, g = copy.deepcopy(problem.model).eval(), problem.joint, problem.seeded()
+    seen, sgd = Swag(net, rank), torch.optim.SGD(net.parameters(), lr)
+    examples, batch = HeldExamples.of(joint), min(batch, problem.n)
+    for step in range(steps):
+        x, y = examples.some(torch.randint(problem.n, (1, batch), generator=g))
+        f = joint.tangent.forward(net, tree.map_tensors(lambda t: t[0], x))
+        fit = joint.likelihood.log_prob(f.double(), y[0]).sum() / batch
+        sgd.zero_grad()
+        (joint.prior.penalty(net) / problem.n - fit).backward()
+        sgd.step()
+        if (step + 1) % max(1, steps // snapshots) == 0:
+            seen.update()
+    fit = ensembles.swag(seen, joint.likelihood, samples=samples, generator=g)
+    return Trial(fit, steps * batch / problem.n)
 
 
-def dropout(problem: Problem, steps: int = 1000, lr: float = 1e-2) -> Trial:
+def dropout(problem: Problem, steps: int = 1000, lr: float = 1e-2, samples: int = 64) -> Trial:
     """MC dropout: a network trained anew with the model's dropout layers on."""
     _, made = networks(problem, 1, steps, lr, dropout=True)
-    fit = ensembles.dropout(made[0], problem.joint.likelihood, generator=problem.seeded())
+    fit = ensembles.dropout(made[0], problem.joint.likelihood, samples, generator=problem.seeded())
     return Trial(fit, steps / problem.batches)
 
 

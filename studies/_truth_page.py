@@ -1,0 +1,1 @@
+def write(*a): raise NotImplementedError
