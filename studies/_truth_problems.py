@@ -127,15 +127,9 @@ def laplace(**told: Any) -> Run:
     return lambda problem, case, _: methods.by_laplace(problem, **told)
 
 
-def centered(problem: Problem, case: Case, _: Any) -> Trial:
-    la = methods.by_laplace(problem, structure="full").fit.recentered()
-    return Trial(la, problem.outputs + la.at.passes, {"mean": "tangent"})
-
-
-def matrix_free(problem: Problem, case: Case, _: Any) -> Trial:
-    told = {"prior": problem.prior, "structure": "matrix_free", "generator": problem.seeded()}
-    la = lw.laplace(problem.model, problem.data, problem.likelihood, **told)
-    return Trial(la, float(la.solve.passes))
+def named(name: str) -> Run:
+    """One that the bench knows."""
+    return lambda problem, case, _: methods.METHODS[name](problem)
 
 
 def through(problem: Problem, case: Case, _: Any) -> Trial:
@@ -144,16 +138,12 @@ def through(problem: Problem, case: Case, _: Any) -> Trial:
     return Trial(la, float(problem.outputs), asked)
 
 
-def labels(tuned: bool) -> Run:
-    def run(problem: Problem, case: Case, _: Any) -> Trial:
-        la = lw.laplace(problem.model, problem.data, "classification", prior=problem.prior, structure="full")
-        return Trial(la.tuned() if tuned else la, None if tuned else float(problem.outputs))
-
-    return run
-
-
 def tuned(problem: Problem, case: Case, _: Any) -> Trial:
     return Trial(methods.by_laplace(problem, structure="full").fit.tuned())
+
+
+def default(problem: Problem, case: Case, _: Any) -> Trial:
+    return Trial(lw.laplace(problem.model, problem.data, "classification", structure="full").tuned())
 
 
 def mean_field(share: float) -> Run:
@@ -213,11 +203,11 @@ TRIED = {
     "Laplace, kron": Method(laplace(structure="kron")),
     "Laplace, diag": Method(laplace(structure="diag")),
     "Laplace, last layer": Method(laplace(structure="full", subset="last_layer")),
-    "Laplace, matrix-free": Method(matrix_free),
-    "Laplace, full, tangent center": Method(centered),
-    "Laplace, full, Dirichlet labels": Method(labels(False), classes=True),
+    "Laplace, matrix-free": Method(named("laplace matrix-free")),
+    "Laplace, full, tangent center": Method(named("laplace tangent")),
+    "Laplace, full, Dirichlet labels": Method(named("laplace dirichlet"), classes=True),
     "Laplace, full, prior by evidence": Method(tuned),
-    "Laplace, “classification”, tuned": Method(labels(True), classes=True),
+    "Laplace, “classification”, tuned": Method(default, classes=True),
     "Laplace, full, through the network": Method(through),
     "mean-field VI": Method(mean_field(0.01), FIELD),
     "mean-field VI, longer": Method(mean_field(0.1), same="mean-field VI"),

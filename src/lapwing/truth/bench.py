@@ -152,6 +152,8 @@ def truth_bench(
     if isinstance(methods, str) or not named:
         raise InvalidValue(f"methods is a list of names, or a mapping {{name: fit}}, not empty; got {methods!r}")
     check_known(named)
+    if "hmc" in named:
+        raise InvalidValue("the row 'hmc' is that of the reference; give the method another name")
     problem = Problem(model, data, likelihood, prior, given.whole(seed, "seed"))
     bench = Bench(problem, reference, test, unknown, yardstick, cache, progress)
     rows = {"hmc": bench.reference_row()}

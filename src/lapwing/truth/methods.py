@@ -3,7 +3,7 @@
 The cost is in gradient epochs beyond the trained network: one is a gradient of the log-likelihood over all n examples.
 
     steps of batches      chains · steps · batch / n
-    Laplace               c, the outputs: as many backward passes over the data give J
+    Laplace               c, the outputs: as many backward passes over the data give J; matrix-free its passes
     a retrained network   its steps, each a gradient over a batch
 
 A network that is trained anew starts at its modules' `reset_parameters`, by Adam on −log p(D, θ)/n, without dropout.
@@ -81,10 +81,17 @@ def trained(problem: Problem) -> Trial:
     return Trial(ensembles.deep([problem.model], problem.joint.likelihood), 0.0)
 
 
-def by_laplace(problem: Problem, **told: Any) -> Trial:
-    """A Laplace at the problem's own prior; told: other arguments of `lw.laplace`."""
-    la = laplace(problem.model, problem.data, problem.likelihood, prior=problem.prior, **told)
-    return Trial(la, float(problem.outputs))
+def by_laplace(problem: Problem, likelihood: Any = None, center: str = "map", **told: Any) -> Trial:
+    """A Laplace at the problem's own prior; told: other arguments of `lw.laplace`. likelihood: another than the
+    problem's, of labels as observations, say. center: "tangent" predicts about h(x, v*)."""
+    likelihood = problem.likelihood if likelihood is None else likelihood
+    la = laplace(problem.model, problem.data, likelihood, prior=problem.prior, **told)
+    epochs = la.solve.passes if la.streams else problem.outputs
+    if center == "map":
+        return Trial(la, float(epochs))
+    la = la.recentered(center=center)
+    epochs += la.tangent_map.passes or problem.outputs  # no passes: J was read once more, and kept
+    return Trial(la, float(epochs), {"mean": "tangent"})
 
 
 def mean_field(problem: Problem, steps: int = 2000, batch: int = 128, **told: Any) -> Trial:
@@ -203,6 +210,9 @@ METHODS: dict[str, Method] = {
     "laplace kron": lambda problem: by_laplace(problem, structure="kron"),
     "laplace diag": lambda problem: by_laplace(problem, structure="diag"),
     "laplace last layer": lambda problem: by_laplace(problem, structure="full", subset="last_layer"),
+    "laplace matrix-free": lambda problem: by_laplace(problem, structure="matrix_free", generator=problem.seeded()),
+    "laplace tangent": lambda problem: by_laplace(problem, center="tangent", structure="full"),
+    "laplace dirichlet": lambda problem: by_laplace(problem, "dirichlet", structure="full"),
     "mean-field": mean_field,
     "sgld": lambda problem: by_steps(problem, samplers.sgld),
     "sghmc": lambda problem: by_steps(problem, samplers.sghmc),
