@@ -164,9 +164,7 @@ def walk(sampler: Any, share: float, **told: Any) -> Run:
         thin = max(1, steps * 4 // (5 * DRAWS))
         plan = {"batch": BATCH, "chains": CHAINS, "draws": DRAWS, "thin": thin}
         warmup = (steps - DRAWS * thin) // 5 * 5
-        return methods.by_steps(
-            problem, sampler, setting * methods.safe_step(problem), warmup=warmup, **plan, **told
-        )
+        return methods.by_steps(problem, sampler, setting * methods.safe_step(problem), warmup=warmup, **plan, **told)
 
     return run
 

@@ -3,11 +3,12 @@
     python studies/truth.py [--part choose score joint] [--cases regression moons digits] [--seeds 0 1 2]
     python studies/truth.py --table
 
-Each method on each problem and seed is scored once: its line goes to out/truth.jsonl, references to out/truth, and a run
-leaves out what is there. `choose` tries the settings of methods on seed 9 (data, network and chains), and takes those
-nearest to the reference; `score` scores other seeds by them; `joint` (LAPWING_DATA has fashion_mnist.npz) is of labels
-together. `--table` brings all lines into `results/truth.json`, and writes the tables and figures of
-`docs/studies/truth.md`. `_truth_problems.py` has problems and methods, `_truth_joint.py` the second part, `_truth_page.py` the tables.
+Each method on each problem and seed is scored once: its line goes to out/truth.jsonl, references to out/truth, and a
+run leaves out what is there. `choose` tries the settings of methods on seed 9 (data, network and chains), and takes
+those nearest to the reference; `score` scores other seeds by them; `joint` (LAPWING_DATA has fashion_mnist.npz) is of
+labels together. `--table` brings all lines into `results/truth.json`, and writes the tables and the figure of
+`docs/studies/truth.md`. `_truth_problems.py` has problems and methods, `_truth_joint.py` the second part,
+`_truth_page.py` the tables.
 """
 
 from __future__ import annotations

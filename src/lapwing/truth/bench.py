@@ -56,20 +56,20 @@ class TruthBench:
         return "\n".join([*(line.rstrip() for line in text), f"reference: {self.convergence}"])
 
     def plot(self, ax: Any = None) -> Any:
-        """A figure of the total variation from the reference against the cost (needs matplotlib). ax: axes."""
-        (axes,) = axes_of(ax, "bench.plot()", (6.5, 4.0))
-        for name, row in self.rows.items():
-            if name != "hmc" and row.get("epochs") is not None:
-                place = max(row["epochs"], 1.0), row["variation"]
-                axes.plot(*place, "o", color="#0072B2")
-                axes.annotate(name, place, xytext=(4, 3), textcoords="offset points", fontsize=7)
-        if self.convergence.epochs is not None:
-            axes.axvline(self.convergence.epochs, color="#999999", linestyle="--", label="HMC, the reference")
-            axes.legend()
-        axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("gradient epochs beyond the trained network")
-        axes.set_ylabel("total variation from HMC")
+        """A figure of each method's total variation from the reference, the nearest on top, with its cost beside it
+        (needs matplotlib). ax: axes."""
+        (axes,) = axes_of(ax, "bench.plot()", (6.5, 1.2 + 0.26 * len(self.rows)))
+        found = sorted(((row["variation"], name) for name, row in self.rows.items() if name != "hmc"), reverse=True)
+        for place, (variation, name) in enumerate(found):
+            axes.plot(variation, place, "o", color="#0072B2")
+            if (epochs := self.rows[name].get("epochs")) is not None:
+                told = {"xytext": (6, -3), "textcoords": "offset points", "fontsize": 7, "color": "#555555"}
+                axes.annotate(f"{epochs:,.0f} epochs", (variation, place), **told)
+        axes.axvline(self.rows["hmc"]["variation"], color="#999999", linestyle="--", label="half of HMC from the other")
+        axes.set_yticks(range(len(found)), [name for _, name in found])
+        axes.set_xlim(0, 1.25 * max(variation for variation, _ in found))
+        axes.set_xlabel("total variation from HMC")
+        axes.legend(loc="upper right")
         return axes.figure
 
 

@@ -176,8 +176,7 @@ def swag(
         sgd.step()
         if (step + 1) % max(1, steps // snapshots) == 0:
             seen.update()
-    fit = ensembles.swag(seen, joint.likelihood, samples=samples, generator=g)
-    return Trial(fit, steps * batch / problem.n)
+    return Trial(ensembles.swag(seen, joint.likelihood, samples=samples, generator=g), steps * batch / problem.n)
 
 
 def dropout(problem: Problem, steps: int = 1000, lr: float = 1e-2, samples: int = 64) -> Trial:

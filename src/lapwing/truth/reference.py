@@ -2,8 +2,8 @@
 
 R̂ is that of what each draw predicts at the test inputs: class probabilities, or outputs. A file's name is a digest
 of all that its draws follow from (`samplers/journal.py`: weights, data, likelihood, prior, settings, generator), of the
-network's layers, and of log p(D, θ) at its weights. While chains run their checkpoint is beside it, so that a killed run goes on. Both are written
-whole or not at all (`files.py`).
+network's layers, and of log p(D, θ) at its weights. While chains run their checkpoint is beside it, so that a killed
+run goes on. Both are written whole or not at all (`files.py`).
 """
 
 from __future__ import annotations

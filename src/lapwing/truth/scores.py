@@ -9,6 +9,7 @@ Sets of κ are drawn within pieces of 60 test inputs in the order given, since a
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,12 +43,11 @@ def scored(
 def _of_sets(trial: Trial, pred: Prediction, x: Any, y: Tensor) -> dict[str, float]:
     """Joint log-likelihoods, of sets within pieces of the inputs: the same sets for every method."""
     found: dict[int, list[Tensor]] = {kappa: [] for kappa in KAPPAS}
-    for start in range(0, len(y), PIECE):
-        rows = slice(start, start + PIECE)
+    for rows in (slice(start, start + PIECE) for start in range(0, len(y), PIECE)):
         if pred.drawn:
             some = Prediction(pred.likelihood, pred.outputs[rows])
         else:
-            some = trial.fit.predict(tree.map_tensors(lambda t, rows=rows: t[rows], x), joint=True, **trial.asked)
+            some = trial.fit.predict(tree.map_tensors(itemgetter(rows), x), joint=True, **trial.asked)
         for kappa, values in _of_piece(some, y[rows]).items():
             found[kappa].append(values)
     return {f"joint {kappa}": float(torch.cat(each).mean()) for kappa, each in found.items()}
