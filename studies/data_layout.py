@@ -121,7 +121,7 @@ LAYOUT = (
     ),
     Item(
         "fashion_mnist.npz",
-        ("architectures", "classifiers", "uci_evidence", "novelty", "benchmarks/online"),
+        ("architectures", "classifiers", "uci_evidence", "novelty", "truth", "benchmarks/online"),
         arrays(**_images),
         "debian",
     ),

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 import lapwing as lw
 from lapwing import metrics as m
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.metrics.joint import _sets
+from lapwing.metrics.joint import sets_of
 
 SEEDS = (0, 1, 2)
 
@@ -305,7 +305,7 @@ def test_joint_log_likelihood_is_that_of_loops(kappa, seed):
     g = torch.Generator().manual_seed(seed)
     p = torch.softmax(torch.randn(6, 13, 3, generator=g, dtype=torch.float64), -1)
     y = torch.randint(3, (13,), generator=g)
-    anchors, counts = _sets(13, kappa, None, torch.Generator().manual_seed(seed))
+    anchors, counts = sets_of(13, kappa, None, torch.Generator().manual_seed(seed))
     expected = []
     for chosen, times in zip(anchors.tolist(), counts.tolist(), strict=True):
         products = [math.prod(float(p[s, i, y[i]]) ** t for i, t in zip(chosen, times, strict=True)) for s in range(6)]
@@ -320,7 +320,7 @@ def test_joint_log_likelihood_is_that_of_loops(kappa, seed):
 @pytest.mark.parametrize("kappa", [1, 2, 5])
 def test_one_draw_gives_the_sum_of_its_log_probabilities(kappa):
     p, y = classes(0)
-    anchors, counts = _sets(len(y), kappa, None, None)
+    anchors, counts = sets_of(len(y), kappa, None, None)
     each = -m.nll(p, y, each=True)
     expected = (counts * each[anchors]).sum(-1)
     assert_close(m.joint_log_likelihood(p[None], y, kappa, each=True), expected, rtol=0, atol=1e-10)
@@ -337,7 +337,7 @@ def test_one_anchor_gives_minus_the_nll_of_the_mean():
 
 @pytest.mark.parametrize(("n", "kappa"), [(13, 1), (13, 2), (12, 3), (13, 5), (5, 5)])
 def test_sets_use_every_input_and_draw_tau_times(n, kappa):
-    anchors, counts = _sets(n, kappa, None, None)
+    anchors, counts = sets_of(n, kappa, None, None)
     assert anchors.shape == counts.shape == (-(-n // kappa), kappa)
     assert set(anchors.flatten().tolist()) == set(range(n))
     assert all(len(set(row)) == kappa for row in anchors.tolist())
@@ -345,7 +345,7 @@ def test_sets_use_every_input_and_draw_tau_times(n, kappa):
 
 
 def test_anchors_are_drawn_evenly():
-    _, counts = _sets(30_000, 3, 7, None)
+    _, counts = sets_of(30_000, 3, 7, None)
     mean, spread = 7 / 3, math.sqrt(7 * (1 / 3) * (2 / 3))
     assert_close(counts.double().mean(0), torch.full((3,), mean).double(), rtol=0, atol=5 * spread / 100)
     assert float(counts.double().var()) == pytest.approx(spread**2, rel=0.05)
@@ -371,7 +371,7 @@ def gaussian_outputs(likelihood: Any, seed: int = 0, n: int = 7, c: int = 2, joi
 def test_joint_gaussian_is_scipys_multivariate_normal(kappa):
     pred = gaussian_outputs(lw.likelihoods.Gaussian(0.4))
     y = torch.randn(7, 2, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    anchors, counts = _sets(7, kappa, None, None)
+    anchors, counts = sets_of(7, kappa, None, None)
     expected = []
     for chosen, times in zip(anchors, counts, strict=True):
         i = chosen.repeat_interleave(times).tolist()
@@ -391,7 +391,7 @@ def test_joint_bernoulli_is_its_integral():
     nodes, weights = np.polynomial.hermite_e.hermegauss(80)
     f = a + b * torch.as_tensor(nodes)  # (n, nodes)
     log_p = nn.functional.logsigmoid(torch.where(y == 1, f, -f))
-    anchors, counts = _sets(6, 3, 4, None)
+    anchors, counts = sets_of(6, 3, 4, None)
     together = (counts.unsqueeze(-1) * log_p[anchors]).sum(1).exp()  # (sets, nodes)
     p = together @ torch.as_tensor(weights) / math.sqrt(2 * math.pi)
     second = together.square() @ torch.as_tensor(weights) / math.sqrt(2 * math.pi)
@@ -407,7 +407,7 @@ def test_correlated_outputs_score_otherwise_than_independent_ones():
     )
 
 
-def test_all_kinds_of_prediction_get_the_same_sets():
+def test_all_kinds_of_prediction_get_the_samesets_of():
     """A Prediction that does not vary is a network without a posterior."""
     logits = torch.randn(7, 3, dtype=torch.float64)
     y = torch.randint(3, (7,))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.errors import BrokenFile, InvalidValue, NotConverged, Unsupported
+from lapwing.truth import Trial
 from lapwing.truth import reference as references
-from lapwing.truth.scores import variation
+from lapwing.truth.scores import scored, variation
 
 NOISE, PRECISION = 0.5, 2.0
 FAST = {"chains": 3, "draws": 150, "warmup": 100, "leapfrog": 5}
@@ -55,7 +58,12 @@ def test_an_exact_posterior_is_as_near_as_chains_are_to_each_other_and_its_diago
     assert full["epochs"] == 1
     assert bench["hmc"]["epochs"] == 3 * 400 * 5
     assert "R-hat of predictions at most 1.0" in repr(bench)
-    assert bench.plot().axes[0].get_xscale() == "log"
+    (axes,) = bench.plot().axes
+    assert [label.get_text() for label in axes.get_yticklabels()] in (
+        ["map", "laplace diag", "laplace full"],  # the nearest on top
+        ["laplace diag", "map", "laplace full"],
+    )
+    assert "1 epochs" in [text.get_text() for text in axes.texts]
 
 
 def test_total_variation_of_normals_is_the_closed_form() -> None:
@@ -106,6 +114,124 @@ def test_references_are_cached_by_all_that_they_follow_from(tmp_path: Path, monk
         run(cache=tmp_path)
 
 
+def test_networks_of_the_same_words_and_weights_have_references_of_their_own(tmp_path: Path) -> None:
+    class Net(nn.Linear):
+        def __init__(self, act: Any) -> None:
+            super().__init__(3, 1, dtype=torch.float64)
+            self.act = act
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(super().forward(x))
+
+    model, data, test = linear()
+    for act in (torch.tanh, lambda f: f):
+        net = Net(act)
+        net.load_state_dict(model.state_dict())
+        lw.truth_bench(net, data, known(), PRECISION, ["map"], FAST, test=test, cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_reference_that_is_given_is_of_the_same_problem_and_its_chains_are_whole() -> None:
+    model, data, test = linear()
+    fit = lw.samplers.hmc(model, data, known(), prior=PRECISION, start="prior", **FAST)
+    assert run(["map"], fit).convergence.epochs is None
+    moved, noisy = (data[0], data[1] + 1), lw.likelihoods.Poisson()
+    for what, net, some, likelihood, prior in [
+        ("targets", model, moved, known(), PRECISION),
+        ("prior", model, data, known(), 1.0),
+        ("parameters", nn.Linear(3, 1, bias=False).double(), data, known(), PRECISION),
+        ("likelihood", model, (data[0], data[1].abs().round()), noisy, PRECISION),
+    ]:
+        with pytest.raises(InvalidValue, match=f"of another problem: its .*{what}"):
+            lw.truth_bench(net, some, likelihood, prior, ["map"], fit, test=test)
+    chains = fit.posterior
+    cut = dataclasses.replace(chains, weights=chains.weights[:-9], lengths=(150, 150, 141), told={}, latent={})
+    with pytest.raises(NotConverged, match=r"diverged after \(150, 150, 141\) draws"):
+        run(["map"], dataclasses.replace(fit, posterior=cut))
+
+
+def test_the_tangent_center_needs_no_mode() -> None:
+    model, data, test = linear()
+    with torch.no_grad():
+        model.weight += 0.5
+    methods = ["laplace full", "laplace tangent", "laplace matrix-free"]
+    bench = lw.truth_bench(model, data, known(), PRECISION, methods, FAST, test=test)
+    assert bench["laplace tangent"]["variation"] < bench["hmc"]["variation"] + 0.01
+    assert bench["laplace full"]["variation"] > 0.3
+    assert abs(bench["laplace matrix-free"]["variation"] - bench["laplace full"]["variation"]) < 0.05
+    assert bench["laplace tangent"]["epochs"] == 2  # J twice
+    assert bench["laplace full"]["epochs"] == 1
+    assert bench["laplace matrix-free"]["epochs"] > 1
+
+
+def sharp(a: float) -> nn.Module:
+    """p(1 | x) = σ(a x)."""
+    net = nn.Linear(1, 2).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[0.0], [a]]))
+        net.bias.zero_()
+    return net
+
+
+def test_metrics_of_known_probabilities_are_those_by_hand() -> None:
+    x = torch.linspace(-3, 4, 131, dtype=torch.float64)[:, None]
+    y = (torch.rand(131, generator=torch.Generator().manual_seed(5)) < 0.6).long()
+    slopes = (0.5, 2.0, -0.3)
+    fit, truth = lw.ensembles.deep([sharp(a) for a in slopes], "categorical"), sharp(0.2)
+    row = scored(Trial(fit), x, y, lw.ensembles.deep([truth], "categorical").predict(x), unknown=x[40:60] / 9)
+    each = np.stack([1 / (1 + np.exp(-a * x[:, 0].numpy())) for a in slopes])  # p_s(1 | x_n), (s, n)
+    p, q = each.mean(0), 1 / (1 + np.exp(-0.2 * x[:, 0].numpy()))
+    assert row["agreement"] == pytest.approx(((p > 0.5) == (q > 0.5)).mean())
+    assert row["variation"] == pytest.approx(np.abs(p - q).mean())
+    assert row["accuracy"] == pytest.approx(((p > 0.5) == y.numpy()).mean())
+    right = np.where(y.numpy() == 1, each, 1 - each)
+    assert row["nll"] == pytest.approx(-np.log(right.mean(0)).mean())
+    for kappa in range(1, 6):
+        assert row[f"joint {kappa}"] == pytest.approx(by_dyadic_sampling(right, kappa))
+    doubt = lambda p: np.minimum(p, 1 - p)  # noqa: E731
+    far = 1 / (1 + np.exp(-np.outer(slopes, x[40:60, 0].numpy() / 9)))
+    pairs = doubt(far.mean(0))[:, None] - doubt(p)[None]
+    assert row["ood"] == pytest.approx(((pairs > 0) + 0.5 * (pairs == 0)).mean())
+
+
+def by_dyadic_sampling(right: np.ndarray, kappa: int) -> float:
+    """Mean log (1/S) Σ_s Π_i p_s(y_i), i each of the τ labels drawn, in pieces of 60 inputs."""
+    found = []
+    for start in range(0, right.shape[1], 60):
+        piece = right[:, start : start + 60]
+        n, g = piece.shape[1], torch.Generator().manual_seed(0)
+        sets = -(-n // kappa)
+        order = torch.randperm(n, generator=g).tolist()
+        drawn = torch.randint(kappa, (sets, 1 if kappa == 1 else 10 * (kappa - 1)), generator=g).tolist()
+        for k, labels in enumerate(drawn):
+            anchors = [order[(k * kappa + i) % n] for i in range(kappa)]
+            found.append(np.log(np.mean(np.prod([piece[:, anchors[i]] for i in labels], axis=0))))
+    return float(np.mean(found))
+
+
+def test_a_normal_prediction_of_labels_together_is_that_of_its_draws() -> None:
+    _, (x, real), _ = linear()
+    y = (real[:, 0] > 0).long()
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    la = lw.laplace(net, (x, y), "categorical", prior=0.1)
+    row = scored(Trial(la), x, y, la.predict(x))
+    f = la.function_samples(20_000, generator=torch.Generator().manual_seed(1))(x)
+    right = torch.softmax(f, -1)[:, torch.arange(15), y].numpy()
+    for kappa in (1, 2, 3):
+        assert abs(row[f"joint {kappa}"] - by_dyadic_sampling(right, kappa)) < 0.05 * kappa
+
+
+def test_swag_spreads_by_minibatches_about_the_trained_network() -> None:
+    model, data, _ = linear()
+    trial = lw.truth.methods.swag(lw.truth.Problem(model, data, known(), PRECISION), 400, 1e-2, batch=5, rank=3)
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    weights = trial.fit.posterior.weights
+    assert trial.epochs == 400 * 5 / 15
+    assert bool((weights.std(0) > 1e-3).all())
+    assert bool(((weights.mean(0) - theta).abs() < 3 * weights.std(0)).all())
+
+
+@pytest.mark.full
 def test_a_killed_reference_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lapwing.samplers.hmc import Hmc
 
@@ -144,7 +270,7 @@ def test_every_method_of_the_list_runs_on_classes() -> None:
         "cyclical sghmc": lambda p: m.by_steps(p, lw.samplers.sghmc, draws=5, warmup=10, thin=2, cycles=5),
         "ensemble": lambda p: m.ensemble(p, **short),
         "mixture of laplaces": lambda p: m.laplaces(p, 2, **short, structure="diag"),
-        "swag": lambda p: m.swag(p, **short, snapshots=5, rank=3),
+        "swag": lambda p: m.swag(p, **short, snapshots=5, rank=3, samples=8),
         "dropout": lambda p: m.dropout(p, **short),
         "my own": fit,
     }
@@ -178,6 +304,8 @@ def small() -> nn.Module:
 def test_bad_input_is_named() -> None:
     with pytest.raises(InvalidValue, match="methods are"):
         run(["laplace ful"])
+    with pytest.raises(InvalidValue, match="'hmc' is that of the reference"):
+        run({"hmc": lw.ensembles.deep([linear()[0]], known())})
     with pytest.raises(InvalidValue, match="list of names"):
         run("laplace")
     with pytest.raises(InvalidValue, match="gives a fit, or a fit"):

@@ -10,6 +10,7 @@ normal number.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -35,22 +36,37 @@ def ensemble_equivalent(
     """The number of ensemble members that score as `predicted` does, of class probabilities (m, n, c) of each member.
 
     1 where it is no better than one member; infinity where it is better than all m together."""
-    p, y = class_probs(predicted, y)
-    each = torch.stack([class_probs(one, y)[0] for one in members])
-    if p.ndim != 2 or each.shape[1:] != p.shape or len(p) < 2:
-        raise InvalidValue(
-            f"predictions are (n, c), n ≥ 2, and members (m, n, c); got {tuple(p.shape)}, {tuple(each.shape)}"
-        )
-    halves = _halves(len(p), given.whole(splits, "splits", 1), given.generator(generator))
-    goal = float(_calibrated(p.unsqueeze(0), y, halves))
-    scores = [float(_calibrated(_ensembles(each, k), y, halves).mean()) for k in range(1, len(each) + 1)]
-    if goal <= scores[0]:
-        return 1.0
-    for size in range(1, len(each)):
-        low, high = scores[size - 1], scores[size]
-        if goal <= high:
-            return size + (goal - low) / (high - low)
-    return math.inf
+    return Ladder(members, y, splits=splits, generator=generator).members_of(predicted)
+
+
+class Ladder:
+    """What 1, 2, … m members of an ensemble score on labels y (n,), for any number of predictions to be held to."""
+
+    def __init__(
+        self, members: Tensor, y: Tensor, *, splits: int = 5, generator: torch.Generator | None = None
+    ) -> None:
+        checked = [class_probs(one, y) for one in members]
+        self.each, self.y = torch.stack([p for p, _ in checked]), checked[0][1]
+        if self.each.ndim != 3 or self.each.shape[1] < 2:
+            raise InvalidValue(f"members are (m, n, c), n ≥ 2; got {tuple(self.each.shape)}")
+        self.halves = _halves(len(self.y), given.whole(splits, "splits", 1), given.generator(generator))
+        sizes = range(1, len(self.each) + 1)
+        self.scores = [float(_calibrated(_ensembles(self.each, k), self.y, self.halves).mean()) for k in sizes]
+
+    def members_of(self, predicted: Prediction | Tensor) -> float:
+        """How many members score as a prediction at the same inputs does."""
+        p, _ = class_probs(predicted, self.y)
+        if p.shape != self.each.shape[1:]:
+            raise InvalidValue(
+                f"predictions are (n, c), and members (m, n, c); got {tuple(p.shape)}, {tuple(self.each.shape)}"
+            )
+        goal = float(_calibrated(p.unsqueeze(0), self.y, self.halves))
+        if goal <= self.scores[0]:
+            return 1.0
+        for size, (low, high) in enumerate(itertools.pairwise(self.scores), 1):
+            if goal <= high:
+                return size + (goal - low) / (high - low)
+        return math.inf
 
 
 def _ensembles(each: Tensor, size: int) -> Tensor:

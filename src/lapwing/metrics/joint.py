@@ -37,7 +37,7 @@ def dyadic(log_probs: Tensor, kappa: int, tau: int | None = None, generator: tor
     if bool((given.isnan() | (given == math.inf)).any()):
         raise InvalidValue("log-probabilities hold NaN or +inf; give finite ones, or -inf for a probability of 0")
     equal = torch.full((len(given), 1), -math.log(len(given)), dtype=torch.float64, device=given.device)
-    return _together(given, *_sets(given.shape[1], kappa, tau, generator), equal)
+    return together(given, equal, *sets_of(given.shape[1], kappa, tau, generator))
 
 
 @overload
@@ -99,20 +99,25 @@ def joint_log_likelihood(
     y = tensor(y, "the targets").to(predicted.f_mean.device)
     predicted.likelihood.validate(predicted.f_mean, y)
     generator = generator or torch.Generator().manual_seed(0)
-    anchors, counts = _sets(len(y), kappa, tau, generator)  # before any draw of f, so that all models get the same sets
-    if predicted.gaussian:
+    anchors, counts = sets_of(len(y), kappa, tau, generator)  # before draws of f, so that all models get the same sets
+    if exact:
         return mean_or_each(_exact(predicted, y, anchors, counts), each)
-    if drawn:
+    return mean_or_each(together(*log_probs_of(predicted, y, draws or DRAWS, generator), anchors, counts), each)
+
+
+def log_probs_of(predicted: Prediction, y: Tensor, draws: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """log p(y_n | f_s(x_n)) of the draws that a prediction is known by, or of so many of them, (s, n), and their
+    log-weights (s, 1)."""
+    if predicted.drawn:
         some = predicted.outputs.nodes(torch.arange(len(y), device=y.device), None)
         f, source, log_weight = some.f, some.source, some.log_weight[:, :1]
     else:
-        f, source = predicted.outputs.sample(draws or DRAWS, generator)
+        f, source = predicted.outputs.sample(draws, generator)
         log_weight = f.new_full((len(f), 1), -math.log(len(f)), dtype=torch.float64)
-    log_probs = predicted.likelihood.at(source).log_prob(f.double(), y.expand(len(f), *y.shape))
-    return mean_or_each(_together(log_probs, anchors, counts, log_weight), each)
+    return predicted.likelihood.at(source).log_prob(f.double(), y.expand(len(f), *y.shape)), log_weight
 
 
-def _sets(n: int, kappa: int, tau: int | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def sets_of(n: int, kappa: int, tau: int | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Anchors and how often each is drawn, both (sets, κ)."""
     if not isinstance(kappa, int) or not 1 <= kappa <= n:
         raise InvalidValue(f"kappa, the number of anchors, must be from 1 to the {n} inputs, got {kappa}")
@@ -127,7 +132,7 @@ def _sets(n: int, kappa: int, tau: int | None, generator: torch.Generator | None
     return torch.cat([order, order[: sets * kappa - n]]).reshape(sets, kappa), counts
 
 
-def _together(log_probs: Tensor, anchors: Tensor, counts: Tensor, log_weight: Tensor) -> Tensor:
+def together(log_probs: Tensor, log_weight: Tensor, anchors: Tensor, counts: Tensor) -> Tensor:
     """logsumexp_s (log w_s + Σ_i n_i log p_s(y_i)) of each set, for log-weights (s, 1)."""
     counts = counts.to(log_probs.device)
     chosen = log_probs.double()[:, anchors.to(log_probs.device)]  # (s, sets, κ)

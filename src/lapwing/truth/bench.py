@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lapwing import data as loading
 from lapwing import given, tree
 from lapwing.errors import InvalidValue
+from lapwing.metrics.equivalent import Ladder
 from lapwing.posterior import Particles
 from lapwing.predictive import Prediction
 from lapwing.predictive.plot import axes_of
@@ -55,20 +56,20 @@ class TruthBench:
         return "\n".join([*(line.rstrip() for line in text), f"reference: {self.convergence}"])
 
     def plot(self, ax: Any = None) -> Any:
-        """A figure of the total variation from the reference against the cost (needs matplotlib). ax: axes."""
-        (axes,) = axes_of(ax, "bench.plot()", (6.5, 4.0))
-        for name, row in self.rows.items():
-            if name != "hmc" and row.get("epochs") is not None:
-                place = max(row["epochs"], 1.0), row["variation"]
-                axes.plot(*place, "o", color="#0072B2")
-                axes.annotate(name, place, xytext=(4, 3), textcoords="offset points", fontsize=7)
-        if self.convergence.epochs is not None:
-            axes.axvline(self.convergence.epochs, color="#999999", linestyle="--", label="HMC, the reference")
-            axes.legend()
-        axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("gradient epochs beyond the trained network")
-        axes.set_ylabel("total variation from HMC")
+        """A figure of each method's total variation from the reference, the nearest on top, with its cost beside it
+        (needs matplotlib). ax: axes."""
+        (axes,) = axes_of(ax, "bench.plot()", (6.5, 1.2 + 0.26 * len(self.rows)))
+        found = sorted(((row["variation"], name) for name, row in self.rows.items() if name != "hmc"), reverse=True)
+        for place, (variation, name) in enumerate(found):
+            axes.plot(variation, place, "o", color="#0072B2")
+            if (epochs := self.rows[name].get("epochs")) is not None:
+                told = {"xytext": (6, -3), "textcoords": "offset points", "fontsize": 7, "color": "#555555"}
+                axes.annotate(f"{epochs:,.0f} epochs", (variation, place), **told)
+        axes.axvline(self.rows["hmc"]["variation"], color="#999999", linestyle="--", label="half of HMC from the other")
+        axes.set_yticks(range(len(found)), [name for _, name in found])
+        axes.set_xlim(0, 1.25 * max(variation for variation, _ in found))
+        axes.set_xlabel("total variation from HMC")
+        axes.legend(loc="upper right")
         return axes.figure
 
 
@@ -89,7 +90,7 @@ class Bench:
         found = list(loading.passes(loading.as_batches(test), device))
         self.problem, self.unknown = problem, unknown
         self.x, self.y = tree.joined([x for x, _ in found]), torch.cat([y for _, y in found])
-        self.members = None if yardstick is None else self._members(yardstick)
+        self.ladder = None if yardstick is None else Ladder(self._members(yardstick), self.y)
         start = time.perf_counter()
         self.reference, epochs = referenced(problem, reference, cache, progress)
         self.seconds = time.perf_counter() - start
@@ -109,9 +110,9 @@ class Bench:
     def reference_row(self) -> dict[str, float]:
         """The reference's own metrics; its agreement and variation are those of half of its chains with the others."""
         trial = Trial(self.reference, self.convergence.epochs)
-        row = scored(trial, self.x, self.y, self.truth, self.unknown, self.members)
+        row = scored(trial, self.x, self.y, self.truth, self.unknown, self.ladder)
         a, b = (Trial(half) for half in _halves(self.reference))
-        halves = scored(a, self.x, self.y, b.fit.predict(self.x), None, None)
+        halves = scored(a, self.x, self.y, b.fit.predict(self.x))
         row |= {key: halves[key] for key in ("agreement", "variation") if key in halves}
         return _with_cost(row, self.convergence.epochs, self.seconds)
 
@@ -121,7 +122,7 @@ class Bench:
         start = time.perf_counter()
         trial = tried(self.problem, name, METHODS[name] if method is None else method)
         seconds = time.perf_counter() - start
-        row = scored(trial, self.x, self.y, self.truth, self.unknown, self.members)
+        row = scored(trial, self.x, self.y, self.truth, self.unknown, self.ladder)
         return _with_cost(row, trial.epochs, seconds)
 
 
@@ -151,6 +152,8 @@ def truth_bench(
     if isinstance(methods, str) or not named:
         raise InvalidValue(f"methods is a list of names, or a mapping {{name: fit}}, not empty; got {methods!r}")
     check_known(named)
+    if "hmc" in named:
+        raise InvalidValue("the row 'hmc' is that of the reference; give the method another name")
     problem = Problem(model, data, likelihood, prior, given.whole(seed, "seed"))
     bench = Bench(problem, reference, test, unknown, yardstick, cache, progress)
     rows = {"hmc": bench.reference_row()}

@@ -3,7 +3,7 @@
 The cost is in gradient epochs beyond the trained network: one is a gradient of the log-likelihood over all n examples.
 
     steps of batches      chains · steps · batch / n
-    Laplace               c, the outputs: as many backward passes over the data give J
+    Laplace               c, the outputs: as many backward passes over the data give J; matrix-free its passes
     a retrained network   its steps, each a gradient over a batch
 
 A network that is trained anew starts at its modules' `reset_parameters`, by Adam on −log p(D, θ)/n, without dropout.
@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 from lapwing import data as loading
-from lapwing import ensembles, samplers, variational
+from lapwing import ensembles, samplers, tree, variational
 from lapwing.api import laplace
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.log_joint import LogJoint, log_joint
 from lapwing.operators import linalg
+from lapwing.samplers.examples import HeldExamples
 from lapwing.shell import Fitted, Shell, mixture
 from lapwing.subsets import Swag
 
@@ -80,10 +81,17 @@ def trained(problem: Problem) -> Trial:
     return Trial(ensembles.deep([problem.model], problem.joint.likelihood), 0.0)
 
 
-def by_laplace(problem: Problem, **told: Any) -> Trial:
-    """A Laplace at the problem's own prior; told: other arguments of `lw.laplace`."""
-    la = laplace(problem.model, problem.data, problem.likelihood, prior=problem.prior, **told)
-    return Trial(la, float(problem.outputs))
+def by_laplace(problem: Problem, likelihood: Any = None, center: str = "map", **told: Any) -> Trial:
+    """A Laplace at the problem's own prior; told: other arguments of `lw.laplace`. likelihood: another than the
+    problem's, of labels as observations, say. center: "tangent" predicts about h(x, v*)."""
+    likelihood = problem.likelihood if likelihood is None else likelihood
+    la = laplace(problem.model, problem.data, likelihood, prior=problem.prior, **told)
+    epochs = la.solve.passes if la.streams else problem.outputs
+    if center == "map":
+        return Trial(la, float(epochs))
+    la = la.recentered(center=center)
+    epochs += la.tangent_map.passes or problem.outputs  # no passes: J was read once more, and kept
+    return Trial(la, float(epochs), {"mean": "tangent"})
 
 
 def mean_field(problem: Problem, steps: int = 2000, batch: int = 128, **told: Any) -> Trial:
@@ -145,29 +153,36 @@ def laplaces(problem: Problem, members: int = 5, steps: int = 1000, lr: float = 
     return Trial(mixture(each), members * (steps / problem.batches + problem.outputs))
 
 
-def swag(problem: Problem, steps: int = 1000, lr: float = 1e-2, snapshots: int = 40, rank: int = 20) -> Trial:
-    """SWAG: the trained network goes on by SGD at a constant rate, on −log p(D, θ)/n of single batches."""
-    net = copy.deepcopy(problem.model).eval()
-    joint = log_joint(net, problem.data, problem.likelihood, problem.prior)
-    seen, sgd, done = Swag(net, rank), torch.optim.SGD(net.parameters(), lr), 0
-    penalty = joint.prior.penalty
-    while done < steps:
-        for x, y in loading.passes(joint.batches, joint.tangent.device, seed=problem.seed + done):
-            sgd.zero_grad()
-            f = joint.tangent.forward(net, x)
-            fit = joint.likelihood.log_prob(f.double(), y).sum() / len(y)
-            (penalty(net) / problem.n - fit).backward()
-            sgd.step()
-            done += 1
-            if done % max(1, steps // snapshots) == 0:
-                seen.update()
-    return Trial(ensembles.swag(seen, joint.likelihood, generator=problem.seeded()), done / problem.batches)
+def swag(
+    problem: Problem,
+    steps: int = 1000,
+    lr: float = 1e-2,
+    batch: int = 32,
+    snapshots: int = 40,
+    rank: int = 20,
+    samples: int = 64,
+) -> Trial:
+    """SWAG of a run of SGD from the trained network, at a constant rate under the problem's prior. The spread of its
+    snapshots is that of minibatches: `batch` examples a step, drawn with repetition."""
+    net, joint, g = copy.deepcopy(problem.model).eval(), problem.joint, problem.seeded()
+    seen, sgd = Swag(net, rank), torch.optim.SGD(net.parameters(), lr)
+    examples, batch = HeldExamples.of(joint), min(batch, problem.n)
+    for step in range(steps):
+        x, y = examples.some(torch.randint(problem.n, (1, batch), generator=g))
+        f = joint.tangent.forward(net, tree.map_tensors(lambda t: t[0], x))
+        fit = joint.likelihood.log_prob(f.double(), y[0]).sum() / batch
+        sgd.zero_grad()
+        (joint.prior.penalty(net) / problem.n - fit).backward()
+        sgd.step()
+        if (step + 1) % max(1, steps // snapshots) == 0:
+            seen.update()
+    return Trial(ensembles.swag(seen, joint.likelihood, samples=samples, generator=g), steps * batch / problem.n)
 
 
-def dropout(problem: Problem, steps: int = 1000, lr: float = 1e-2) -> Trial:
+def dropout(problem: Problem, steps: int = 1000, lr: float = 1e-2, samples: int = 64) -> Trial:
     """MC dropout: a network trained anew with the model's dropout layers on."""
     _, made = networks(problem, 1, steps, lr, dropout=True)
-    fit = ensembles.dropout(made[0], problem.joint.likelihood, generator=problem.seeded())
+    fit = ensembles.dropout(made[0], problem.joint.likelihood, samples, generator=problem.seeded())
     return Trial(fit, steps / problem.batches)
 
 
@@ -194,6 +209,9 @@ METHODS: dict[str, Method] = {
     "laplace kron": lambda problem: by_laplace(problem, structure="kron"),
     "laplace diag": lambda problem: by_laplace(problem, structure="diag"),
     "laplace last layer": lambda problem: by_laplace(problem, structure="full", subset="last_layer"),
+    "laplace matrix-free": lambda problem: by_laplace(problem, structure="matrix_free", generator=problem.seeded()),
+    "laplace tangent": lambda problem: by_laplace(problem, center="tangent", structure="full"),
+    "laplace dirichlet": lambda problem: by_laplace(problem, "dirichlet", structure="full"),
     "mean-field": mean_field,
     "sgld": lambda problem: by_steps(problem, samplers.sgld),
     "sghmc": lambda problem: by_steps(problem, samplers.sghmc),

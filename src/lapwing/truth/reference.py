@@ -1,9 +1,9 @@
 """The reference: draws of the posterior by HMC, kept on disk, and refused unless its chains agree on the functions.
 
 R̂ is that of what each draw predicts at the test inputs: class probabilities, or outputs. A file's name is a digest
-of all that its draws follow from (`samplers/journal.py`: weights, data, likelihood, prior, settings, generator), and
-of the network's layers. While chains run their checkpoint is beside it, so that a killed run goes on. Both are written
-whole or not at all (`files.py`).
+of all that its draws follow from (`samplers/journal.py`: weights, data, likelihood, prior, settings, generator), of the
+network's layers, and of log p(D, θ) at its weights. While chains run their checkpoint is beside it, so that a killed
+run goes on. Both are written whole or not at all (`files.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing import files, given
+from lapwing import files, given, tree
 from lapwing.api import load
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.posterior import Chains
@@ -33,8 +33,8 @@ from lapwing.shell import Fitted
 from lapwing.truth.methods import Problem
 
 LIMIT = 1.1  # of R-hat, in function space
-FEWEST = 3  # chains that ran to the end
-SCHEMA = 1
+FEWEST = 3  # chains
+SCHEMA = 2
 SETTINGS: dict[str, Any] = {"chains": 4, "draws": 1000, "warmup": 500, "leapfrog": 20, "start": "prior"}
 KNOWN = {*SETTINGS, "thin", "step"}
 
@@ -63,6 +63,7 @@ def referenced(
 ) -> tuple[Fitted, float | None]:
     """The reference, from the cache if it is there, with its cost in gradient epochs."""
     if isinstance(reference, Fitted):
+        _check_same(reference, problem)
         return reference, None
     settings = _settings(reference)
     plan = Plan(settings["chains"], settings["draws"], settings["warmup"], settings.get("thin", 1))
@@ -79,6 +80,26 @@ def referenced(
     fit = hmc(*given_, **told, checkpoint=path.with_suffix(".walk"))
     fit.save(path)
     return fit, epochs
+
+
+def _check_same(fit: Fitted, problem: Problem) -> None:
+    """Raise on what has no chains, and on a fit of another network, other targets or another density."""
+    if not isinstance(fit.posterior, Chains):
+        raise InvalidValue(f"{fit!r} has no chains, so that nothing tells whether it converged; give a sampler's fit")
+    mine, other = problem.joint, fit.tangent
+    prior = None if fit.prior is None else tree.fingerprints(fit.prior.facts())
+    differs = [
+        what
+        for what, same in (
+            ("parameters", other.layout.same_as(mine.tangent.layout)),
+            ("targets", (fit.n, fit.targets) == (mine.n, mine.targets)),
+            ("likelihood", fit.likelihood.kind == mine.likelihood.kind),
+            ("prior", prior == tree.fingerprints(mine.prior.facts())),
+        )
+        if not same
+    ]
+    if differs:
+        raise InvalidValue(f"the reference {fit!r} is of another problem: its {', '.join(differs)} differ")
 
 
 def _settings(reference: Any) -> dict[str, Any]:
@@ -98,7 +119,8 @@ def _digest(problem: Problem, settings: dict[str, Any], plan: Plan) -> str:
     target = targeted(problem.model, problem.data, problem.likelihood, problem.prior, 1.0, "all", None)
     kernel = Hmc(settings["leapfrog"], settings.get("step"))
     of = identity(target, kernel, plan, problem.seeded(), settings["start"])
-    text = json.dumps([SCHEMA, str(problem.model), of], sort_keys=True, default=str)
+    there = f"{float(problem.joint(problem.joint.start).detach()):.8g}"  # two networks may differ in what they do alone
+    text = json.dumps([SCHEMA, str(problem.model), there, of], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -112,10 +134,10 @@ def _loaded(path: Path, problem: Problem) -> Fitted:
 def converged(fit: Any, x: Any, epochs: float | None) -> Convergence:
     """What its chains say; raises where they disagree on what they predict at x."""
     chains = fit.posterior
-    if not isinstance(chains, Chains):
-        raise InvalidValue(f"{fit!r} has no chains, so that nothing tells whether it converged; give a sampler's fit")
-    if len(whole := [n for n in chains.lengths if n == max(chains.lengths)]) < FEWEST:
-        raise InvalidValue(f"a reference needs {FEWEST} chains that ran to the end, it has {len(whole)}")
+    if len(chains.lengths) < FEWEST:
+        raise InvalidValue(f"a reference needs {FEWEST} chains, it has {len(chains.lengths)}")
+    if len(set(chains.lengths)) > 1:
+        raise NotConverged(f"chains of the reference diverged after {chains.lengths} draws; take a smaller step")
     each = chains.by_chain(responses(fit, x))
     rhat, ess = by_arviz("rhat", each), by_arviz("ess", each)
     if not bool((rhat <= LIMIT).all()):  # NaN, of chains that stand still, is no agreement
