@@ -27,9 +27,10 @@ from lapwing.arguments import as_likelihood, as_prior, as_tangent
 from lapwing.curvature import BUDGET
 from lapwing.errors import BrokenFile, InvalidValue, Unsupported
 from lapwing.gp.climb import Slopes, climbed
-from lapwing.gp.empirical import Side, own_products, products
+from lapwing.gp.empirical import own_products, products
 from lapwing.gp.features import scale_of
 from lapwing.gp.fit import feature_prior
+from lapwing.gp.gradients import Side
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.outputs import Normal
@@ -174,7 +175,8 @@ def independent(model: nn.Module, data: Any, likelihood: Any, prior: Any) -> Ind
     side = Side(tangent, x, BUDGET, precision)
     likelihood.validate(side.f, y)
     away = tangent.theta.to(torch.float64) - bound.mean_vector()
-    shift = torch.cat([tangent.jvps(piece, away.to(tangent.dtype)[None])[1][0] for piece in side.pieces(128)])
+    pieces = side.pieces(slice(0, len(x)))
+    shift = torch.cat([tangent.jvps(piece, away.to(tangent.dtype)[None])[1][0] for _, piece in pieces])
     f = side.f.double()
     made = OutputProcesses(
         tangent,

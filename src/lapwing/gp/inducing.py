@@ -24,8 +24,9 @@ from lapwing import tree
 from lapwing.curvature import BUDGET, Accumulator, Factor, Full, Part, Probe, State, Structure, register
 from lapwing.curvature.structure import Kept
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.gp.empirical import Side, own_products, products
+from lapwing.gp.empirical import own_products, products
 from lapwing.gp.features import LEAST, Features, FeatureSum, scale_of
+from lapwing.gp.gradients import Side
 from lapwing.likelihoods import Likelihood
 from lapwing.packing import Expected
 from lapwing.priors import Gaussian
