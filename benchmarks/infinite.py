@@ -3,8 +3,8 @@
     python benchmarks/infinite.py [--inputs 625 1250 2500 5000 10000] [--depths 1 2 4 8 16 32] [--jobs kernel depth]
 
 By inputs N (20 numbers each; three hidden ReLU layers): the kernel of one set, NNGP and NTK, and the log evidence of a
-regression on 100 to N inputs, kernel and factorization together. By depth, at 1,000 inputs: the kernel. Bars: time grows
-by at most N^2.3 where inputs double last, and by at most the number of layers; a kernel takes at most 1.3 times its own
+regression on N inputs, kernel and factorization together. By depth, at 1,000 inputs: the kernel. Bars: time grows by
+at most N^2.3 where inputs double last, and by at most the number of layers; a kernel takes at most 1.3 times its own
 8 N² bytes beyond what was held before, a regression 3.5 times.
 Writes results/infinite.json and results/infinite_growth.png.
 """
@@ -60,10 +60,9 @@ def picture(rows: dict[str, dict[int, dict[str, float]]]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.2), layout="constrained")
-    for axes, names, what, key in zip(
-        figure.subplots(1, 3), (("nngp", "ntk", "regression"),) * 2 + (("depth",),), ("inputs", "inputs", "hidden layers"),
-        ("cpu", "bytes", "cpu"), strict=True,
-    ):  # fmt: skip
+    by_inputs = ("nngp", "ntk", "regression")
+    panels = ((by_inputs, "inputs", "cpu"), (by_inputs, "inputs", "bytes"), (("depth",), "hidden layers", "cpu"))
+    for axes, (names, what, key) in zip(figure.subplots(1, 3), panels, strict=True):
         for name in names:
             found = rows.get(name, {})
             label = f"kernel of {FIXED:,} inputs" if name == "depth" else name
@@ -105,7 +104,11 @@ def main() -> None:
         for size in sorted(options.depths if name == "depth" else options.inputs):
             with context.Pool(1) as pool:
                 rows[name][size] = pool.map(measured, [(name, size)])[0]
-    shown = [(f"{name} {size:,}", f"{r['cpu']:.2f}", f"{r['bytes'] / 1e6:.0f}") for name in rows for size, r in rows[name].items()]
+    shown = [
+        (f"{name} {size:,}", f"{r['cpu']:.2f}", f"{r['bytes'] / 1e6:.0f}")
+        for name in rows
+        for size, r in rows[name].items()
+    ]
     bars = judged(rows)
     print(table([("", "CPU s", "MB"), *shown]), *bars, sep="\n")
     picture(rows)

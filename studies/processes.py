@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from left_out import line
 from torch import Tensor, nn
 from uci_evidence import Data, regression_data, trained
 
@@ -111,7 +112,8 @@ def saved(record: dict[str, Any]) -> None:
 
 def table(rows: dict[str, Any]) -> list[str]:
     """Means over splits, and the standard error of the log-likelihood's."""
-    out = ["| set | method | RMSE | log-likelihood | inside 95 % | R-hat | CPU seconds |", "|---|---" + "|--:" * 5 + "|"]
+    names = ("set", "method", "RMSE", "log-likelihood", "inside 95 %", "R-hat", "CPU seconds")
+    out = [line(names), "|---|---" + "|--:" * 5 + "|"]
     for name in SETS:
         splits = [row for key, row in rows.items() if key.startswith(f"{name} ")]
         for method in METHODS if splits else ():
@@ -119,10 +121,9 @@ def table(rows: dict[str, Any]) -> list[str]:
                     ("rmse", "ll", "coverage", "rhat", "cpu_seconds")}  # fmt: skip
             error = float(each["ll"].std() / math.sqrt(len(splits))) if len(splits) > 1 else math.nan
             rhat = f"{float(each['rhat'].max()):.2f}" if method == "hmc" else ""
-            out.append(
-                f"| {name} | {method} | {float(each['rmse'].mean()):.3f} | {float(each['ll'].mean()):.2f} ± {error:.2f} "
-                f"| {100 * float(each['coverage'].mean()):.0f} % | {rhat} | {float(each['cpu_seconds'].mean()):.1f} |"
-            )
+            mean = {key: float(v.mean()) for key, v in each.items()}
+            ll, inside = f"{mean['ll']:.2f} ± {error:.2f}", f"{100 * mean['coverage']:.0f} %"
+            out.append(line((name, method, f"{mean['rmse']:.3f}", ll, inside, rhat, f"{mean['cpu_seconds']:.1f}")))
     return out
 
 
