@@ -3,9 +3,9 @@
     LAPWING_DATA=<folder> python studies/snelson.py [--draws 200] [--warmup 400] [--leapfrog 60]
 
 Snelson's 200 points, standardized. The evidence of the process (three ReLU layers of infinite width) picks the
-variances of weights and biases and the noise; the network gets the same ones as its prior and likelihood, and its posterior is
-sampled by HMC, four chains from the prior (Matthews et al. 2018, figure 6). On a grid that goes beyond the data: both
-means and standard deviations of f, R-hat of the chains, and the Monte-Carlo error of their mean.
+variances of weights and biases and the noise; the network gets the same ones as its prior and likelihood, and its
+posterior is sampled by HMC, four chains from the prior (Matthews et al. 2018, figure 6). On a grid that goes beyond the
+data: both means and standard deviations of f, R-hat of the chains, and the Monte-Carlo error of their mean.
 Writes studies/results/snelson.json and docs/studies/figures/snelson.png.
 """
 
