@@ -40,7 +40,7 @@ HERE = pathlib.Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "processes.json", HERE.parent / "docs" / "studies" / "processes.md"
 SETS = ("boston", "concrete", "energy", "yacht")
 METHODS = ("plug-in", "functional", "hmc", "nngp", "ntk")
-WIDTH, CHAINS, DRAWS, WARMUP, LEAPFROG = 50, 4, 200, 400, 40
+WIDTH, CHAINS, DRAWS, WARMUP, LEAPFROG = 50, 4, 100, 200, 25
 
 
 def network(inputs: int) -> nn.Sequential:

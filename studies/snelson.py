@@ -1,6 +1,6 @@
 """The posterior of a network with three hidden layers of 50 units beside that of its Gaussian process.
 
-    LAPWING_DATA=<folder> python studies/snelson.py [--draws 200] [--warmup 400] [--leapfrog 60]
+    LAPWING_DATA=<folder> python studies/snelson.py [--draws 100] [--warmup 200] [--leapfrog 40]
 
 Snelson's 200 points, standardized. The evidence of the process (three ReLU layers of infinite width) picks the
 variances of weights and biases and the noise; the network gets the same ones as its prior and likelihood, and its
@@ -57,9 +57,9 @@ def picture(x: Tensor, y: Tensor, grid: Tensor, both: dict[str, tuple[Tensor, Te
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--warmup", type=int, default=400)
-    parser.add_argument("--leapfrog", type=int, default=60)
+    parser.add_argument("--draws", type=int, default=100)
+    parser.add_argument("--warmup", type=int, default=200)
+    parser.add_argument("--leapfrog", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -693,6 +693,13 @@ def test_verbs_of_ranks_are_those_of_one_process(folder: Path, key: str) -> None
     close(ranks[0], alone, 1e-6)
 
 
+def test_functional_processes_of_ranks_are_those_of_one_process(folder: Path) -> None:
+    ranks, (alone,) = ([one["processes"] for one in found(folder, "verbs", n)] for n in (3, 1))
+    for one in ranks:
+        close(one, alone, 1e-6)
+        close(one, ranks[0], 1e-12)
+
+
 def test_random_starts_agree_within_their_errors(folder: Path) -> None:
     ranks, (alone,) = found(folder, "verbs", 3), found(folder, "verbs", 1)
     assert_same(ranks)
