@@ -231,3 +231,22 @@ def test_bad_input_is_named() -> None:
         lw.gp.functional(model, (x, y), likelihood, inducing=x).log_evidence(),
         1e-7,
     )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"inducing": 4}, {"inducing": 4, "choice": "evidence"}, {"independent": True}], ids=str
+)
+def test_one_example_and_repeated_ones_are_right(options: dict[str, object]) -> None:
+    """Each example twice is each once under half the noise variance, and covariances stay positive."""
+    model, x, y, _ = problem("gaussian")
+    one = lw.gp.functional(model, (x[:1], y[:1]), lw.likelihoods.Gaussian(0.4), **options)
+    assert bool(torch.isfinite(one.predict(x).f_var).all())
+    assert bool(torch.isfinite(one.log_evidence()))
+    twice = torch.cat([x, x]), torch.cat([y, y])
+    found = lw.gp.functional(model, twice, lw.likelihoods.Gaussian(0.4), **options).predict(twice[0], joint=True)
+    once = lw.gp.functional(model, (x, y), lw.likelihoods.Gaussian(0.4 / 2**0.5), **options).predict(x, joint=True)
+    close(found.covariance[:8, :, :8], once.covariance, 1e-7)
+    exact = lw.gp.functional(model, twice, lw.likelihoods.Gaussian(1e-5), **options).predict(twice[0], joint=True)
+    values = torch.linalg.eigvalsh(exact.covariance.reshape(48, 48))
+    assert float(values[0]) > -1e-9
+    assert bool(torch.isfinite(exact.f_sample(3)).all())

@@ -33,6 +33,7 @@ from lapwing.gp.empirical import own_products, products
 from lapwing.gp.features import scale_of
 from lapwing.gp.fit import SAME, feature_prior, gathered
 from lapwing.gp.gradients import Side
+from lapwing.gp.inducing import positive
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.outputs import Normal
@@ -78,7 +79,7 @@ class OutputProcesses:
             variance = (prior - seen.square().sum(1)).clamp(min=0)  # rounding, where data are dense
             return Normal(here.f, torch.diag_embed(variance.mT).to(here.f))
         cov = prior.new_zeros(m, c, m, c)
-        cov.diagonal(dim1=1, dim2=3).copy_((prior - seen.mT @ seen).permute(1, 2, 0))
+        cov.diagonal(dim1=1, dim2=3).copy_(positive(prior - seen.mT @ seen).permute(1, 2, 0))
         return Normal(here.f, cov.to(here.f), True)
 
     def factors(self) -> Tensor:
