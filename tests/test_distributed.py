@@ -152,6 +152,7 @@ def verbs(rank: int, size: int) -> dict[str, Any]:
     words = torch.randint(6, (N, 2), generator=G(4))
     out["ella"] = features(data, likelihood, group)
     out["ella of streams"] = features(Unsized(data), likelihood, group)
+    out["processes"] = [process(data, likelihood, group, **options) for options in PROCESSES]
     tokens = shard(words, problem("categorical")[1], rank, size)
     out["embedding"] = described_sums(
         lw.laplace(embedding(), tokens, likelihood, structure="kron", process_group=group)
@@ -202,6 +203,27 @@ def features(data: Any, likelihood: Any, group: Any) -> dict[str, Any]:
         "evidence": fit.log_evidence(),
         "tuned": (tuned.prior.precision, tuned.log_evidence()),
         "covariance": back.predict(inputs()[:3] + 0.1).covariance,
+    }
+
+
+PROCESSES: tuple[dict[str, Any], ...] = (
+    {},
+    {"inducing": 4},
+    {"inducing": 4, "choice": "evidence"},
+    {"inducing": inputs()[:3]},
+    {"independent": True},
+)
+
+
+def process(data: Any, likelihood: Any, group: Any, **options: Any) -> dict[str, Any]:
+    """Functional Laplace of all ranks' data, tuned."""
+    fit = lw.gp.functional(network(), data, likelihood, prior=2.0, process_group=group, **options)
+    tuned = fit.tuned(center="map") if not options else fit.tuned()
+    return {
+        "about": (fit.n, fit.targets),
+        "evidence": fit.log_evidence(),
+        "tuned": tuned.log_evidence(),
+        "covariance": tuned.predict(inputs()[:3] + 0.1).covariance,
     }
 
 
@@ -669,6 +691,13 @@ def test_verbs_of_ranks_are_those_of_one_process(folder: Path, key: str) -> None
     ranks, (alone,) = ([one[key] for one in found(folder, "verbs", n)] for n in (3, 1))
     assert_same(ranks)
     close(ranks[0], alone, 1e-6)
+
+
+def test_functional_processes_of_ranks_are_those_of_one_process(folder: Path) -> None:
+    ranks, (alone,) = ([one["processes"] for one in found(folder, "verbs", n)] for n in (3, 1))
+    for one in ranks:
+        close(one, alone, 1e-6)
+        close(one, ranks[0], 1e-12)
 
 
 def test_random_starts_agree_within_their_errors(folder: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from helpers import backward_rows, close, draw
-from lapwing.gp.inducing import farthest
+from lapwing.gp.choice import farthest, pivots
 
 KINDS = ("gaussian", "per output", "classes", "labels", "binary", "images", "sequences")
 
@@ -73,12 +73,57 @@ def test_fewer_inducing_inputs_follow_the_dense_formula(seed: int) -> None:
 
 def test_farthest_points_start_far_from_the_mean_and_differ() -> None:
     x = torch.tensor([[0.0, 0], [1, 0], [0, 2], [9, 9], [9, 9], [-1, 0]]).double()
-    model = nn.Linear(2, 1).double()
-    found = farthest([(x, x)], 4, lw.linearize(model))
+    found = farthest(x, 4)
     assert torch.equal(found[0], x[3])
     assert torch.equal(found[1], x[5])
     assert len(found.unique(dim=0)) == 4
-    assert len(farthest([(x, x)], 99, lw.linearize(model))) == 5  # one is there twice
+    assert len(farthest(x, 99)) == 5  # one is there twice
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pivots_are_where_most_is_left(seed: int) -> None:
+    """Against K − K_z K_zz⁻¹ K_zᵀ by a solver, anew for each pivot."""
+    root = torch.randn(9, 6, generator=torch.Generator().manual_seed(seed)).double()
+    K, chosen = root @ root.mT, []
+    for _ in range(5):
+        cross = K[:, chosen]
+        left = K - cross @ torch.linalg.solve(K[chosen][:, chosen], cross.mT) if chosen else K
+        chosen.append(int(left.diagonal().argmax()))
+    assert pivots(K, 5).tolist() == chosen
+    assert len(pivots(K, 9)) == 6  # the rank
+    assert len(pivots(torch.cat([torch.cat([K, K], 1)] * 2), 99)) == 6
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "per output", "classes", "labels", "binary", "images"])
+def test_inputs_chosen_by_the_evidence_are_all_of_them_in_the_end(kind: str) -> None:
+    model, x, y, likelihood = problem(kind)
+    exact = lw.laplace(model, (x, y), likelihood, structure="full", prior=0.7)
+    found = lw.gp.functional(model, (x, y), likelihood, inducing=len(x), choice="evidence", prior=0.7)
+    close(found.log_evidence(), exact.log_evidence(center="map"), 1e-7)
+    close(found.predict(x).covariance, exact.predict(x).covariance, 1e-7)
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_what_the_chosen_inputs_leave_bounds_the_evidence(count: int) -> None:
+    """One output: 0 ≤ log Z − exact ≤ ½ tr Λ(K − Q), and farthest inputs leave more where an input says nothing."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double(), draw(20, 3)
+    with torch.no_grad():
+        net[0].weight[:, 2] = 0  # of no consequence to f, and far apart
+    x[:, 2] *= 100
+    y, likelihood = draw(20, 1), lw.likelihoods.Gaussian(0.4)
+    exact = float(lw.laplace(net, (x, y), likelihood, structure="full", subset=["2.*"]).log_evidence(center="map"))
+    net[0].requires_grad_(False)
+    J, off = backward_rows(net(x), net[2].parameters()).flatten(0, 1), {}
+    for choice in ("farthest", "evidence"):
+        fit = lw.gp.functional(net, (x, y), likelihood, inducing=count, choice=choice)
+        H = backward_rows(net(fit.inducing.points), net[2].parameters()).flatten(0, 1)
+        K, cross = J @ J.mT, J @ H.mT
+        left = (K - cross @ torch.linalg.pinv(H @ H.mT, rtol=1e-12) @ cross.mT).trace() / 0.16
+        off[choice] = float(fit.log_evidence()) - exact
+        assert -1e-6 <= off[choice] <= 0.5 * float(left) + 1e-6
+    if count > 1:  # the first is where the prior is widest, which is no choice
+        assert off["evidence"] < off["farthest"] + 1e-6
 
 
 def test_a_number_of_inducing_inputs_tunes_saves_and_compares(tmp_path: Path) -> None:
@@ -167,6 +212,11 @@ def test_bad_input_is_named() -> None:
         lw.gp.functional(model, (x, y), likelihood, inducing=0)
     with pytest.raises(lw.errors.InvalidValue, match="no example"):
         lw.gp.functional(model, (x, y), likelihood, inducing=x[:0])
+    with pytest.raises(lw.errors.InvalidValue, match="choice must be one of"):
+        lw.gp.functional(model, (x, y), likelihood, inducing=3, choice="random")
+    sequences = problem("sequences")
+    with pytest.raises(lw.errors.Unsupported, match="without positions"):
+        lw.gp.functional(sequences[0], sequences[1:3], sequences[3], inducing=3, choice="evidence")
     with pytest.raises(lw.errors.Unsupported, match="drop one"):
         lw.gp.functional(model, (x, y), likelihood, inducing=3, independent=True)
     with pytest.raises(lw.errors.Unsupported, match="gprior"):
@@ -181,3 +231,22 @@ def test_bad_input_is_named() -> None:
         lw.gp.functional(model, (x, y), likelihood, inducing=x).log_evidence(),
         1e-7,
     )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"inducing": 4}, {"inducing": 4, "choice": "evidence"}, {"independent": True}], ids=str
+)
+def test_one_example_and_repeated_ones_are_right(options: dict[str, object]) -> None:
+    """Each example twice is each once under half the noise variance, and covariances stay positive."""
+    model, x, y, _ = problem("gaussian")
+    one = lw.gp.functional(model, (x[:1], y[:1]), lw.likelihoods.Gaussian(0.4), **options)
+    assert bool(torch.isfinite(one.predict(x).f_var).all())
+    assert bool(torch.isfinite(one.log_evidence()))
+    twice = torch.cat([x, x]), torch.cat([y, y])
+    found = lw.gp.functional(model, twice, lw.likelihoods.Gaussian(0.4), **options).predict(twice[0], joint=True)
+    once = lw.gp.functional(model, (x, y), lw.likelihoods.Gaussian(0.4 / 2**0.5), **options).predict(x, joint=True)
+    close(found.covariance[:8, :, :8], once.covariance, 1e-7)
+    exact = lw.gp.functional(model, twice, lw.likelihoods.Gaussian(1e-5), **options).predict(twice[0], joint=True)
+    values = torch.linalg.eigvalsh(exact.covariance.reshape(48, 48))
+    assert float(values[0]) > -1e-9
+    assert bool(torch.isfinite(exact.f_sample(3)).all())

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from helpers import backward_rows, close, draw, normal
-from lapwing.gp.empirical import Side, products
+from lapwing.gp.empirical import own_products, products
+from lapwing.gp.gradients import Side
 
 
 class Tied(nn.Module):
@@ -78,7 +79,7 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("budget", [None, 2**16])
 def test_it_is_the_product_of_jacobians(kind: str, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, shape = network(kind)
-    monkeypatch.setattr("lapwing.gp.empirical.LARGEST", 4)
+    smaller_pieces(monkeypatch, 4)
     tangent, x, other = lw.linearize(model), draw(7, *shape), draw(5, *shape)
     J, H = jacobian(model, x), jacobian(model, other)
     close(lw.gp.kernel(tangent, x, other, memory_budget=budget), torch.tensordot(J, H, ([-1], [-1])), 1e-10)
@@ -90,16 +91,30 @@ def test_it_is_the_product_of_jacobians(kind: str, budget: int | None, monkeypat
         close(lw.gp.kernel(tangent, x, per_output=True, memory_budget=budget), own, 1e-10)
 
 
-@pytest.mark.parametrize("kind", ["dense", "images", "tied"])
+def smaller_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr("lapwing.gp.gradients.LARGEST", size)
+    monkeypatch.setattr("lapwing.gp.gradients.CONVOLVED", size)
+
+
+@pytest.mark.parametrize("kind", ["dense", "images", "tied", "positions"])
 @pytest.mark.parametrize("block", [1, 2, 3])
-def test_blocks_and_pieces_change_nothing(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few examples at once on both sides, and few outputs."""
+@pytest.mark.parametrize("cost", [-(10**6), 10**6], ids=["factored", "made"])
+def test_blocks_and_pieces_change_nothing(kind: str, block: int, cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few examples at once on both sides, few outputs, and both orders of a layer's products."""
     model, shape = network(kind)
-    monkeypatch.setattr("lapwing.gp.empirical.LARGEST", 2)
+    smaller_pieces(monkeypatch, 2)
+    monkeypatch.setattr("lapwing.gp.gradients.ELEMENTWISE", cost)
+    monkeypatch.setattr("lapwing.gp.empirical.ENTRIES", 200)
     tangent, x, other = lw.linearize(model), draw(7, *shape), draw(5, *shape)
     J, H = jacobian(model, x), jacobian(model, other)
     side = Side(tangent, x, 2 * block * J[0].numel() * 8)
     there = Side(tangent, other, side.budget)
+    own = torch.stack([rows.flatten(0, -2) @ rows.flatten(0, -2).mT for rows in J])
+    close(own_products(side), own, 1e-10)
+    if kind == "positions":
+        close(products(side, there), torch.tensordot(J, H, ([-1], [-1])), 1e-10)
+        close(products(side, None), torch.tensordot(J, J, ([-1], [-1])), 1e-10)
+        return
     for per_output, law in ((True, "ncp,mcp->cnm"), (False, "ncp,mdp->ncmd")):
         close(products(side, there, per_output), torch.einsum(law, J, H), 1e-10)
         close(products(side, None, per_output), torch.einsum(law, J, J), 1e-10)

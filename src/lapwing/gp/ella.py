@@ -28,7 +28,7 @@ from lapwing.arguments import as_budget, as_likelihood, as_prior, as_ranks, as_s
 from lapwing.curvature import accumulate, probe
 from lapwing.errors import InvalidValue
 from lapwing.gp.features import Span, anchored
-from lapwing.gp.fit import FeatureFit, feature_prior, loaded
+from lapwing.gp.fit import SAME, FeatureFit, feature_prior, loaded
 from lapwing.operators import linalg
 from lapwing.posterior import Process, curvature
 from lapwing.predictive import FunctionSamples
@@ -66,7 +66,7 @@ def ella(
         bound = feature_prior(as_prior(prior, tangent.layout, tangent.device))
     ranks.agree(
         facts(tangent, likelihood, bound, f"ella, {rank} features, {anchors} anchors", "exact", budget, generator),
-        "Give every rank the same network (load one file, or broadcast the weights) and the same arguments",
+        SAME,
     )
     seen = probe(tangent, batches, likelihood)
     generator = given.generator(generator)

@@ -2,19 +2,20 @@
 
     K[n, a, m, b] = Σ_p ∂f_a(x_n)/∂θ_p A_p⁻¹ ∂f_b(x'_m)/∂θ_p = J(x) A⁻¹ J(x')ᵀ,     A = 1 unless a prior is given
 
-as a sum over layers. A layer without shared positions has gradients a ⊗ g, which are never made: its part of K is
-⟨a, a'⟩⟨g, g'⟩. Those of other layers are made, each layer's by itself, for pieces of examples: no row across the
-network is. As many pieces of the first set are held as fit half of the memory budget, and the second set goes by: once,
-and with one backward pass for an output of an example, where the first set fits. Where both sets are one, each pair of
-pieces is taken once. Gradients and their products are in the network's dtype, sums in float64.
-Shapes: n and m inputs, c outputs, k and l outputs at once, p parameters of a layer.
+as a sum over layers, of gradients for blocks of examples (`gradients.py`): no row across the network is. As much of the
+first set is held as fits half of the memory budget, and the second goes by in blocks: once, and with one backward pass
+for an output of an example, where the first set fits. Where both sets are one, each pair of examples is taken once, but
+for those of the same strip. Of a layer whose gradients are a ⊗ g at s positions, an example's product with another's is
+
+    Σ_st ⟨a_s, a'_t⟩⟨g_s, g'_t⟩ by s²(i + o) multiplications,   or ⟨Σ_s a ⊗ g, Σ_t a' ⊗ g'⟩ by i·o
+
+whichever is cheaper. Gradients and their products are in the network's dtype, sums over blocks in float64.
+Shapes: n and m inputs, c outputs, k and l outputs at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,14 +23,14 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.arguments import as_budget
-from lapwing.curvature.capture import Capture, Changed
-from lapwing.curvature.cover import cover
-from lapwing.curvature.parts import Part
-from lapwing.curvature.rules import DenseInputs
+from lapwing.curvature.capture import Changed
 from lapwing.errors import InvalidValue, Unsupported
+from lapwing.gp.gradients import Factored, Layers, Side
 from lapwing.posterior.base import check_inputs
-from lapwing.push import LARGEST
 from lapwing.tangent import TangentModel
+
+ENTRIES = 2**25  # of products, that are made at once
+STRIPS = 8  # that a set is cut into, where it meets itself
 
 
 @torch.inference_mode(False)
@@ -52,148 +53,6 @@ def kernel(
     return products(first, second, per_output)
 
 
-@dataclass(frozen=True, eq=False)
-class Outer:
-    """Gradients a ⊗ g of a layer without shared positions."""
-
-    a: Tensor  # (n, i)
-    g: Tensor  # (k, n, o)
-
-    @property
-    def made(self) -> Tensor:
-        """(k, n, i·o)."""
-        return (self.a.unsqueeze(-1) * self.g.unsqueeze(-2)).flatten(2)
-
-    @property
-    def bytes(self) -> int:
-        """Of memory."""
-        return (self.a.numel() + self.g.numel()) * self.a.element_size()
-
-
-@dataclass(frozen=True, eq=False)
-class Made:
-    """Gradients of a layer, or of all parameters that no rule speaks for."""
-
-    made: Tensor  # (k, n, p)
-
-    @property
-    def bytes(self) -> int:
-        """Of memory."""
-        return self.made.numel() * self.made.element_size()
-
-
-Layers = dict[str, Any]  # Outer or Made, by the name of a layer
-
-
-@dataclass(frozen=True, eq=False)
-class Side:
-    """Inputs at which gradients are taken, within a memory budget; `precision` (p,) is that of a prior, None for 1."""
-
-    tangent: TangentModel
-    x: Any
-    budget: int
-    precision: Tensor | None = None
-    whole: bool = False  # whether layers are not told apart: where a batch uses them in another way than the probe
-
-    @cached_property
-    def f(self) -> Tensor:
-        """The outputs, (n, ..., c)."""
-        return torch.cat([self.tangent(piece) for piece in self.pieces(LARGEST)])
-
-    @property
-    def outputs(self) -> int:
-        """Of an example, at all positions."""
-        return self.f[0].numel()
-
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """The layers with a rule."""
-        found = () if self.whole else cover(self.tangent, self.x)
-        return tuple(part for part in found if not part.generic)
-
-    @cached_property
-    def others(self) -> tuple[str, ...]:
-        """Parameters without one."""
-        known = {name for part in self.parts for name in part.parameters}
-        return tuple(name for name in self.tangent.layout.names if name not in known)
-
-    @cached_property
-    def each(self) -> int:
-        """Bytes of an example's gradients for one output, as one example tells."""
-        _, one = next(replace(self, x=next(self.pieces(1))).layers(range(1), 1))
-        return max(1, sum(layer.bytes for layer in one.values()) // (1 if self._cut else len(self.f)))
-
-    @property
-    def _cut(self) -> bool:
-        return self.tangent.separable(self.x)
-
-    def pieces(self, size: int) -> Iterator[Any]:
-        """The inputs in pieces of so many examples; whole, where they cannot be cut."""
-        if not self._cut:
-            yield self.x
-            return
-        for start in range(0, tree.batch_size(self.x), size):
-            yield tree.rows_of(self.x, slice(start, start + size))
-
-    def layers(self, outputs: range, size: int, after: int = 0) -> Iterator[tuple[slice, Layers]]:
-        """Gradients of some outputs, layer by layer, scaled by A^-½, for pieces of the inputs after some of them."""
-        capture, start = Capture(self.tangent, self.parts), after
-        rest = replace(self, x=tree.rows_of(self.x, slice(after, None))) if after else self
-        for x in rest.pieces(size):
-            record = capture.run(x)
-            n, f = len(record.f), record.f.detach()
-            eye = torch.eye(f[0].numel(), dtype=f.dtype, device=f.device)[outputs.start : outputs.stop]
-            u = eye.reshape(-1, *f.shape[1:]).expand(n, len(eye), *f.shape[1:])
-            found = self._of_rules(record, u)
-            if self.others:
-                pulled = self.tangent.pulled(x, u, self.others).transpose(0, 1)
-                found[""] = Made(pulled if self.precision is None else pulled * self._roots(self.others))
-            yield slice(start, start + n), found
-            start += n
-
-    def _of_rules(self, record: Any, u: Tensor) -> Layers:
-        """Those of layers with a rule, for cotangents u (n, k, ..., c)."""
-        views, parts, k = record.views(), {part.name: part for part in record.called}, 0
-        found: dict[str, Any] = {}
-        for gradients in record.columns(u, 1, self.budget // 4):
-            count = 0
-            for name, g in gradients.items():
-                count, view = len(g), views[name]
-                if isinstance(view, DenseInputs) and view.positions == 1 and g.shape[3] == 1:
-                    found.setdefault(name, []).append(g[:, :, 0, 0])
-                    continue
-                if name not in found:
-                    found[name] = g.new_empty(u.shape[1], g.shape[1], parts[name].size)
-                _contract(view, g, found[name][k : k + count])
-            k += count
-        return {name: self._scaled(parts[name], views[name], made) for name, made in found.items()}
-
-    def _scaled(self, part: Part, view: Any, made: Any) -> Outer | Made:
-        layer = Outer(view.a[:, 0, 0], torch.cat(made)) if isinstance(made, list) else Made(made)
-        if self.precision is None:
-            return layer
-        b, o, i = part.shape
-        root = self.precision[part.index(self.tangent.layout)].rsqrt().reshape(b, o, i).mT.reshape(-1).to(self.f)
-        if isinstance(layer, Outer) and bool((root == root[0]).all()):
-            return replace(layer, g=layer.g * root[0])
-        return Made(layer.made * root)
-
-    def _roots(self, names: tuple[str, ...]) -> Tensor:
-        assert self.precision is not None
-        slices = self.tangent.layout.slices()
-        return torch.cat([self.precision[slices[name]] for name in names]).rsqrt().to(self.f)
-
-
-def _contract(view: Any, g: Tensor, out: Tensor) -> None:
-    """Σ_s a ⊗ g over positions, (k, n, b·i·o), into out; g (k, n, s, b, o)."""
-    if not isinstance(view, DenseInputs):
-        out.copy_(view.outer(g).mT.flatten(2))
-        return
-    a = view.a.permute(0, 2, 3, 1)  # (n, b, i, s)
-    for one, into in zip(g, out, strict=True):
-        torch.matmul(a, one.transpose(1, 2), out=into.view(*a.shape[:3], g.shape[-1]))
-
-
 def products(first: Side, second: Side | None, per_output: bool = False) -> Tensor:
     """J A⁻¹ Jᵀ between two sides, (*f, *f'), or (c, n, m); second=None is the first."""
     f = first.f
@@ -206,79 +65,94 @@ def products(first: Side, second: Side | None, per_output: bool = False) -> Tens
     except Changed:
         other = None if second is None else replace(second, whole=True)
         found = _summed(replace(first, whole=True), other, per_output)
-    if per_output:
-        return found
-    return found.transpose(0, 1).transpose(2, 3).reshape(*f.shape, *(f if second is None else second.f).shape)
+    return found if per_output else found.reshape(*f.shape, *(f if second is None else second.f).shape)
 
 
 def _summed(first: Side, second: Side | None, per_output: bool) -> Tensor:
-    """(k, n, l, m), or (k, n, m)."""
+    """(n, k, m, l), or (k, n, m)."""
     other, n, q = second or first, len(first.f), first.outputs
-    shape = (q, n, len(other.f)) if per_output else (q, n, other.outputs, len(other.f))
+    m, theirs = len(other.f), other.outputs
+    shape = (q, n, m) if per_output else (n, q, m, theirs)
     total = torch.zeros(shape, dtype=torch.float64, device=first.f.device)
-    at_once = max(1, min(q, first.budget // (2 * n * first.each))) if per_output else q
-    size = max(1, min(LARGEST, first.budget // (8 * at_once * first.each)))
+    pairs = 1 if per_output else q * theirs
+    each = first.each(pairs)
+    at_once = max(1, min(q, first.budget // (2 * n * each))) if per_output else q
+    rows = max(1, min(n, first.budget // (2 * at_once * each)))
+    strip = max(1, min(first.budget // (4 * at_once * each), ENTRIES // (max(at_once, pairs) * rows)))
     for start in range(0, q, at_once):
         outputs = range(start, min(q, start + at_once))
-        theirs = outputs if per_output else range(other.outputs)
-        for block in _blocks(first, outputs, size):
+        into = total[outputs.start : outputs.stop] if per_output else total
+        for i, held in first.blocks(outputs, rows, pairs):
             if second is None:
-                for place, (j, layers) in enumerate(block):
-                    _add(total, block[: place + 1], j, layers, outputs, per_output, mirrored=True)
-            after = block[-1][0].stop if second is None else 0
-            if second is not None or after < n:
-                for j, layers in other.layers(theirs, size, after):
-                    _add(total, block, j, layers, outputs, per_output, mirrored=second is None)
+                _add_own(into, i, held, per_output)
+            after = i.stop if second is None else 0
+            for j, passing in other.blocks(outputs if per_output else range(theirs), strip, pairs, after):
+                _add(into, i, j, _between(held, passing, per_output), second is None)
     return total
 
 
-def _blocks(side: Side, outputs: range, size: int) -> Iterator[list[tuple[slice, Layers]]]:
-    """Pieces that are held together: as many as fit half of the budget."""
-    start, n = 0, len(side.f)
-    while start < n:
-        block: list[tuple[slice, Layers]] = []
-        room = side.budget // 2
-        for index, layers in side.layers(outputs, size, start):
-            block.append((index, layers))
-            taken = sum(layer.bytes for layer in layers.values())
-            room -= taken
-            if room < taken:
-                break
-        start = block[-1][0].stop
-        yield block
+def _add_own(total: Tensor, i: slice, held: Layers, per_output: bool) -> None:
+    """The products of a block with itself: of each strip of it with the examples up to its own."""
+    n = i.stop - i.start
+    for start in range(0, n, -(-n // STRIPS)):
+        stop = min(n, start + -(-n // STRIPS))
+        strip = _rows(held, slice(start, stop))
+        j = slice(i.start + start, i.start + stop)
+        _add(
+            total, slice(i.start, j.start), j, _between(_rows(held, slice(0, start)), strip, per_output), mirrored=True
+        )
+        _add(total, j, j, _between(strip, strip, per_output), mirrored=False)
 
 
-def _add(
-    total: Tensor, block: list[Any], j: slice, layers: Layers, outputs: range, per_output: bool, mirrored: bool
-) -> None:
-    """Add the products of pieces that are held with one that goes by; and their mirror image."""
-    k = slice(outputs.start, outputs.stop)
-    for i, held in block:
-        found = sum(_between(held[name], layers[name], per_output) for name in held.keys() & layers.keys())
-        if isinstance(found, int):  # no weight has a gradient here
-            continue
-        if per_output:
-            total[k, i, j] += found
-        else:
-            total[k, i, :, j] += found
-        if mirrored and i != j:
-            if per_output:
-                total[k, j, i] += found.mT
-            else:
-                total[:, j, k, i] += found.permute(2, 3, 0, 1)
+def _rows(layers: Layers, index: slice) -> Layers:
+    return {name: layer.rows(index) for name, layer in layers.items()}
 
 
-def _between(one: Any, two: Any, per_output: bool) -> Tensor:
-    """Products of a layer's gradients: (k, n, m), or (k, n, l, m)."""
-    if isinstance(one, Outer) and isinstance(two, Outer):
-        inner, g, h = one.a @ two.a.mT, one.g, two.g
-        if per_output:
-            return inner * (g @ h.mT)
-        return (g.flatten(0, 1) @ h.flatten(0, 1).mT).reshape(*g.shape[:2], *h.shape[:2]) * inner.unsqueeze(1)
+def _add(total: Tensor, i: slice, j: slice, found: Tensor | None, mirrored: bool) -> None:
+    """Add products (k, n, m) or (n, k, m, l), and their mirror image; None are zero."""
+    if found is None:
+        return
+    if total.ndim == 3:
+        total[:, i, j] += found
+        if mirrored:
+            total[:, j, i] += found.mT
+    else:
+        total[i, :, j] += found
+        if mirrored:
+            total[j, :, i] += found.permute(2, 3, 0, 1)
+
+
+def _between(one: Layers, two: Layers, per_output: bool) -> Tensor | None:
+    """Products of gradients, summed over layers: (k, n, m), or (n, k, m, l); None, where no layer is in both."""
+    found = [_product(one[name], two[name], per_output) for name in one.keys() & two.keys()]
+    return sum(found[1:], found[0]) if found else None
+
+
+def _product(one: Any, two: Any, per_output: bool) -> Tensor:
+    """Products of a layer's gradients."""
+    if isinstance(one, Factored) and isinstance(two, Factored):
+        return _factored(one, two, per_output)
     g, h = one.made, two.made
     if per_output:
-        return g @ h.mT
+        return g.transpose(0, 1) @ h.permute(1, 2, 0)
     return (g.flatten(0, 1) @ h.flatten(0, 1).mT).reshape(*g.shape[:2], *h.shape[:2])
+
+
+def _factored(one: Factored, two: Factored, per_output: bool) -> Tensor:
+    """Σ_st ⟨a_s, a'_t⟩⟨g_s, g'_t⟩, for as many of the first examples at once as make `ENTRIES` terms."""
+    (n, k, s, _), (m, l, t, _) = one.g.shape, two.g.shape
+    out = one.g.new_empty((k, n, m) if per_output else (n, k, m, l))
+    step = max(1, ENTRIES // (s * m * t * k * (1 if per_output else l)))
+    for start in range(0, n, step):
+        some = one.rows(slice(start, start + step))
+        inner = (some.a.flatten(0, 1) @ two.a.flatten(0, 1).mT).reshape(-1, s, m, t)
+        if per_output:
+            outer = some.g.transpose(0, 1).flatten(1, 2) @ two.g.transpose(0, 1).flatten(1, 2).mT
+            out[:, start : start + step] = outer.reshape(k, -1, s, m, t).mul_(inner).sum((2, 4))
+        else:
+            outer = (some.g.flatten(0, 2) @ two.g.flatten(0, 2).mT).reshape(-1, k, s, m, l, t)
+            out[start : start + step] = outer.mul_(inner[:, None, :, :, None]).sum((2, 5))
+    return out
 
 
 def own_products(side: Side) -> Tensor:
@@ -292,16 +166,18 @@ def own_products(side: Side) -> Tensor:
 def _own(side: Side) -> Tensor:
     q = side.outputs
     total = torch.zeros(len(side.f), q, q, dtype=torch.float64, device=side.f.device)
-    size = max(1, min(LARGEST, side.budget // (4 * q * side.each)))
-    for i, layers in side.layers(range(q), size):
+    rows = max(1, side.budget // (2 * q * side.each(q * q)))
+    for i, layers in side.blocks(range(q), rows, q * q):
         for layer in layers.values():
-            if isinstance(layer, Outer):
-                g = layer.g.transpose(0, 1)  # (n, q, o)
-                total[i] += (g @ g.mT) * layer.a.square().sum(1)[:, None, None]
-            else:
-                made = layer.made.transpose(0, 1)
-                total[i] += made @ made.mT
+            total[i] += _own_factored(layer) if isinstance(layer, Factored) else layer.made @ layer.made.mT
     return total
+
+
+def _own_factored(layer: Factored) -> Tensor:
+    """(n, k, k)."""
+    n, k, s, _ = layer.g.shape
+    g = layer.g.flatten(1, 2)
+    return (g @ g.mT).reshape(n, k, s, k, s).mul_((layer.a @ layer.a.mT)[:, None, :, None]).sum((2, 4))
 
 
 def _given(tangent: TangentModel, x: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lapwing import data as loading
 from lapwing import io, tune
 from lapwing.api.object import check_served
 from lapwing.api.verbs import linearized
@@ -138,6 +139,20 @@ def feature_prior(prior: Prior) -> Gaussian:
             "the prior of features cannot look at the curvature; use a precision or 'layerwise', not 'gprior'"
         )
     return prior
+
+
+SAME = "Give every rank the same network (load one file, or broadcast the weights) and the same arguments"
+
+
+def gathered(batches: Any, tangent: TangentModel, otherwise: str) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the data of all ranks; otherwise: the error where inputs are no tensors."""
+    ranks = loading.ranks_of(batches)
+    with ranks.sharing_errors("reading the data"):
+        parts = list(loading.passes(batches, tangent.device))
+        if not all(isinstance(v, Tensor) for part in parts for v in part):
+            raise Unsupported(otherwise)
+    x, y = (torch.cat(some) for some in zip(*ranks.joined(parts, "the data of all ranks"), strict=True))
+    return x, y
 
 
 def loaded(

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from lapwing import data as loading
 from lapwing import given, tree
 from lapwing.api.verbs import LOADERS, laplace
-from lapwing.arguments import as_likelihood, as_prior, as_tangent
-from lapwing.curvature import Full, accumulate, probe
-from lapwing.errors import Unsupported
-from lapwing.gp.fit import FeatureFit, feature_prior, loaded
+from lapwing.arguments import as_likelihood, as_prior, as_ranks, as_shard, as_tangent, facts
+from lapwing.curvature import BUDGET, Full, accumulate, probe
+from lapwing.errors import InvalidValue, Unsupported
+from lapwing.gp.choice import CHOICES, by_evidence, farthest
+from lapwing.gp.fit import SAME, FeatureFit, feature_prior, gathered, loaded
 from lapwing.gp.independent import independent as one_each
-from lapwing.gp.inducing import Inducing, farthest, induced
+from lapwing.gp.inducing import Inducing, induced
 from lapwing.operators import linalg
 from lapwing.posterior import Process, curvature
 from lapwing.posterior.base import check_inputs
@@ -37,31 +38,53 @@ from lapwing.posterior.base import check_inputs
 
 @torch.inference_mode(False)
 def functional(
-    model: nn.Module, data: Any, likelihood: Any, *, inducing: Any = None, independent: bool = False, prior: Any = 1.0
+    model: nn.Module,
+    data: Any,
+    likelihood: Any,
+    *,
+    inducing: Any = None,
+    choice: str = "farthest",
+    independent: bool = False,
+    prior: Any = 1.0,
+    process_group: Any = None,
 ) -> Any:
     """The tangent model of a trained network as a Gaussian process, fitted to data.
 
-    inducing: None for the exact process of all data, a `Laplace`; a number of inputs that are chosen among the data,
-    each the farthest from those before it; or inputs, as the network takes them. independent: one kernel (n, n) for
-    each output, a process of its own, of all data. data, likelihood and prior as in `lw.laplace`."""
+    inducing: None for the exact process of all data, a `Laplace`; a number of inputs that are chosen among the data; or
+    inputs, as the network takes them. choice: of a number of them, each the "farthest" from those before it, or that at
+    which the "evidence" is off by most. independent: one kernel (n, n) for each output, a process of its own, of all
+    data. data, likelihood, prior and process_group as in `lw.laplace`; over a process group, inputs are chosen among
+    the data of all ranks, and independent=True keeps the data of all on each."""
     if independent and inducing is not None:
         raise Unsupported("independent=True is the process of all data, and takes no inducing inputs; drop one of them")
+    if choice not in CHOICES:
+        raise InvalidValue(f"choice must be one of {CHOICES}, got {choice!r}")
     if independent:
-        return one_each(model, data, likelihood, prior)
+        return one_each(model, data, likelihood, prior, process_group)
     if inducing is None:
-        return laplace(model, data, likelihood, structure=Full("dual"), prior=prior)
-    likelihood, batches = as_likelihood(likelihood), loading.as_batches(data)
-    tangent = as_tangent(model, batches, "all", None)
-    bound = feature_prior(as_prior(prior, tangent.layout, tangent.device))
-    seen = probe(tangent, batches, likelihood)
-    if isinstance(inducing, Integral):
-        points = farthest(batches, given.whole(inducing, "the number of inducing inputs", 1), tangent)
-    else:
-        check_inputs(inducing)
-        points = tree.moved(inducing, tangent.device)
+        return laplace(model, data, likelihood, structure=Full("dual"), prior=prior, process_group=process_group)
+    ranks = as_ranks(process_group)
+    with ranks.sharing_errors("reading the arguments"):
+        likelihood = as_likelihood(likelihood)
+        count = given.whole(inducing, "the number of inducing inputs", 1) if isinstance(inducing, Integral) else 0
+    batches = as_shard(data, ranks)
+    ranks, tangent = loading.ranks_of(batches), as_tangent(model, batches, "all", None)
+    with ranks.sharing_errors("reading the prior and the inducing inputs"):
+        bound = feature_prior(as_prior(prior, tangent.layout, tangent.device))
+        if not count:
+            check_inputs(inducing)
+    what = f"functional, {count} inducing inputs by {choice}"
+    about = facts(tangent, likelihood, bound, what, "exact", BUDGET, None)
+    ranks.agree(about, SAME)
+    seen, likelihood = probe(tangent, batches, likelihood), likelihood.to(tangent.device)
+    points = tree.moved(inducing, tangent.device)
+    if count:
+        x, y = gathered(batches, tangent, "inducing points are chosen among inputs that are tensors; give others as "
+                        "inducing=inputs")  # fmt: skip
+        by_bound = choice == "evidence"
+        points = by_evidence(tangent, x, y, likelihood, bound, count) if by_bound else farthest(x, count)
     with torch.no_grad():
-        made = induced(tangent, points, bound)
-    likelihood = likelihood.to(tangent.device)
+        made = induced(tangent, points, bound, ranks)
     return Functional(accumulate(made, tangent, likelihood, batches, "exact", seen=seen), bound, likelihood)
 
 

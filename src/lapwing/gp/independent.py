@@ -23,13 +23,17 @@ from torch import Tensor, nn
 from lapwing import data as loading
 from lapwing import io, tree, tune
 from lapwing.api.verbs import LOADERS, linearized
-from lapwing.arguments import as_likelihood, as_prior, as_tangent
+from lapwing.arguments import as_likelihood, as_prior, as_ranks, as_shard, as_tangent, facts
 from lapwing.curvature import BUDGET
+from lapwing.distributed import Ranks
 from lapwing.errors import BrokenFile, InvalidValue, Unsupported
+from lapwing.gp.choice import roots
 from lapwing.gp.climb import Slopes, climbed
-from lapwing.gp.empirical import Side, own_products, products
+from lapwing.gp.empirical import own_products, products
 from lapwing.gp.features import scale_of
-from lapwing.gp.fit import feature_prior
+from lapwing.gp.fit import SAME, feature_prior, gathered
+from lapwing.gp.gradients import Side
+from lapwing.gp.inducing import positive
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg
 from lapwing.outputs import Normal
@@ -75,7 +79,7 @@ class OutputProcesses:
             variance = (prior - seen.square().sum(1)).clamp(min=0)  # rounding, where data are dense
             return Normal(here.f, torch.diag_embed(variance.mT).to(here.f))
         cov = prior.new_zeros(m, c, m, c)
-        cov.diagonal(dim1=1, dim2=3).copy_((prior - seen.mT @ seen).permute(1, 2, 0))
+        cov.diagonal(dim1=1, dim2=3).copy_(positive(prior - seen.mT @ seen).permute(1, 2, 0))
         return Normal(here.f, cov.to(here.f), True)
 
     def factors(self) -> Tensor:
@@ -157,43 +161,52 @@ class Independent(Shell):
 
 
 @torch.no_grad()
-def independent(model: nn.Module, data: Any, likelihood: Any, prior: Any) -> Independent:
-    """A process for each output, fitted to data."""
-    likelihood, batches = as_likelihood(likelihood), loading.as_batches(data)
-    tangent = as_tangent(model, batches, "all", None)
-    bound, likelihood = feature_prior(as_prior(prior, tangent.layout, tangent.device)), likelihood.to(tangent.device)
-    if likelihood.paired:
-        raise Unsupported(
-            "noise that is correlated between outputs has no independent processes; drop independent=True"
-        )
-    parts = list(loading.passes(batches, tangent.device))
-    if not all(isinstance(v, Tensor) for part in parts for v in part):
-        raise Unsupported("independent=True keeps inputs that are tensors; use inducing= for others")
-    x, y = (torch.cat(some) for some in zip(*parts, strict=True))
+def independent(model: nn.Module, data: Any, likelihood: Any, prior: Any, process_group: Any = None) -> Independent:
+    """A process for each output, fitted to data; over ranks, each makes a part of the rows of its kernels."""
+    ranks = as_ranks(process_group)
+    with ranks.sharing_errors("reading the arguments"):
+        likelihood = as_likelihood(likelihood)
+        if likelihood.paired:
+            raise Unsupported(
+                "noise that is correlated between outputs has no independent processes; drop independent=True"
+            )
+    batches = as_shard(data, ranks)
+    ranks, tangent = loading.ranks_of(batches), as_tangent(model, batches, "all", None)
+    with ranks.sharing_errors("reading the prior"):
+        bound = feature_prior(as_prior(prior, tangent.layout, tangent.device))
+    about = facts(tangent, likelihood, bound, "functional, independent outputs", "exact", BUDGET, None)
+    ranks.agree(about, SAME)
+    likelihood = likelihood.to(tangent.device)
+    x, y = gathered(batches, tangent, "independent=True keeps inputs that are tensors; use inducing= for others")
     precision = bound.operator().dense().detach().clone()
     side = Side(tangent, x, BUDGET, precision)
     likelihood.validate(side.f, y)
     away = tangent.theta.to(torch.float64) - bound.mean_vector()
-    shift = torch.cat([tangent.jvps(piece, away.to(tangent.dtype)[None])[1][0] for piece in side.pieces(128)])
-    f = side.f.double()
-    made = OutputProcesses(
-        tangent,
-        x,
-        y,
-        f,
-        shift.double(),
-        products(side, None, per_output=True),
-        precision,
-        _root(likelihood, f, y),
-        torch.ones((), dtype=torch.float64, device=f.device),
-    )
+    pieces = side.pieces(slice(0, len(x)))
+    shift = torch.cat([tangent.jvps(piece, away.to(tangent.dtype)[None])[1][0] for _, piece in pieces])
+    one, f = torch.ones((), dtype=torch.float64, device=tangent.device), side.f.double()
+    root = roots(likelihood, f, y)
+    made = OutputProcesses(tangent, x, y, f, shift.double(), _gram(side, ranks), precision, root, one)
     return Independent(made, bound, likelihood, tree.digest(y) % 2**64)
+
+
+def _gram(side: Side, ranks: Ranks) -> Tensor:
+    """K_c, (c, n, n), of which each rank makes some rows."""
+    if ranks.alone:
+        return products(side, None, per_output=True)
+    with ranks.sharing_errors("the kernel"):
+        mine = side.f.new_zeros(0, side.outputs, len(side.f), dtype=torch.float64)
+        share = ranks.share(len(side.f))
+        if share.stop > share.start:
+            mine = products(replace(side, x=side.x[share]), side, per_output=True).transpose(0, 1).contiguous()
+    found = ranks.whole(mine, "rows of kernels").transpose(0, 1)
+    return 0.5 * (found + found.mT)
 
 
 def evidence(given: OutputProcesses, likelihood: Likelihood, scale: Tensor) -> Tensor:
     """log Z under a noise and a scale of the prior; differentiable in both."""
     f, y, o = given.f, given.y, given.shift
-    S, g = _root(likelihood, f, y), likelihood.gradient(f, y)
+    S, g = roots(likelihood, f, y), likelihood.gradient(f, y)
     fit = likelihood.log_prob(f, y).sum() - (g * o).sum() - 0.5 * (S.mT * o).square().sum()
     b = (g + S.mT.square() * o).mT.unsqueeze(-1)  # (c, n, 1)
     K = given.gram / scale
@@ -209,16 +222,11 @@ def inner(K: Tensor, S: Tensor) -> Tensor:
     return torch.eye(K.shape[-1], dtype=K.dtype, device=K.device) + S.unsqueeze(-1) * K * S.unsqueeze(-2)
 
 
-def _root(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """√Λ_cc, (c, n)."""
-    return likelihood.scaled_root(f, y).square().sum(-1).sqrt().mT
-
-
 def _at(fit: Independent, scale: Tensor, likelihood: Likelihood) -> Independent:
     """The same data under another scale of the prior and another noise."""
     here = fit.posterior
     with torch.no_grad():
-        root = _root(likelihood, here.f, here.y)
+        root = roots(likelihood, here.f, here.y)
     prior = fit.prior.scaled(float(scale / here.scale))
     return replace(fit, posterior=replace(here, scale=scale, root=root), prior=prior, likelihood=likelihood)
 

@@ -6,8 +6,6 @@ They are made of the kernel (`empirical.py`), not of jvps: for many features tha
 Z and x instead of one product with the Jacobian a feature. Directions whose l is rounding are left out. One more
 feature is zero: along it lies what the prior says of θ* and no feature sees: the evidence counts all of ½‖θ* − m‖²_A.
 
-Inducing inputs are given, or chosen among the data: each the farthest, in the inputs' own distance, from those before
-it (Gonzalez 1985), the first the farthest from their mean. Repeated inputs are chosen once.
 Shapes: m inducing inputs, n data, c outputs, k features.
 """
 
@@ -19,13 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapwing import data as loading
 from lapwing import tree
 from lapwing.curvature import BUDGET, Accumulator, Factor, Full, Part, Probe, State, Structure, register
 from lapwing.curvature.structure import Kept
-from lapwing.errors import InvalidValue, Unsupported
-from lapwing.gp.empirical import Side, own_products, products
+from lapwing.distributed import Ranks
+from lapwing.errors import InvalidValue
+from lapwing.gp.empirical import own_products, products
 from lapwing.gp.features import LEAST, Features, FeatureSum, scale_of
+from lapwing.gp.gradients import Side
 from lapwing.likelihoods import Likelihood
 from lapwing.packing import Expected
 from lapwing.priors import Gaussian
@@ -118,35 +117,17 @@ class Inducing(Structure):
         return dict.fromkeys(tangent.layout.names, f"{self.basis.shape[1]} features of the whole network")
 
 
-def induced(tangent: TangentModel, points: Any, prior: Gaussian) -> Inducing:
-    """The features of inducing inputs under a prior."""
+def induced(tangent: TangentModel, points: Any, prior: Gaussian, ranks: Ranks) -> Inducing:
+    """The features of inducing inputs under a prior; those of rank 0, where ranks differ in eigenvectors."""
     precision = prior.operator().dense().detach().clone()
     side = Side(tangent, points, BUDGET, precision)
     q = side.f.numel()
-    values, vectors = torch.linalg.eigh(products(side, None).reshape(q, q))
+    found = dict(zip(("values", "vectors"), torch.linalg.eigh(products(side, None).reshape(q, q)), strict=True))
+    values, vectors = (found if ranks.agrees(found) else ranks.lead(found)).values()
     if not bool(values[-1] > 0):
         raise InvalidValue("no output at the inducing inputs depends on the selected weights, so there is no feature")
     kept = values > LEAST * q * values[-1]
     return Inducing(points, precision, vectors[:, kept] / values[kept].sqrt())
-
-
-def farthest(batches: Any, count: int, tangent: TangentModel) -> Tensor:
-    """`count` inputs of the data (or as many as differ), each the farthest from those before it."""
-    parts = [x for x, _ in loading.passes(batches, tangent.device)]
-    if not all(isinstance(x, Tensor) for x in parts):
-        raise Unsupported("inducing points are chosen among inputs that are tensors; give others as inducing=inputs")
-    x = torch.cat(parts)
-    flat = x.reshape(len(x), -1).to(torch.float64)
-    distance = (flat - flat.mean(0)).square().sum(1)
-    chosen: list[int] = []
-    for _ in range(min(count, len(x))):
-        at = int(distance.argmax())
-        gap = (flat - flat[at]).square().sum(1)
-        distance = gap if not chosen else torch.minimum(distance, gap)
-        chosen.append(at)
-        if not bool(distance.max() > 0):
-            break
-    return x[torch.tensor(chosen, device=x.device)]
 
 
 def positive(matrix: Tensor) -> Tensor:
