@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from helpers import close, normal, seeded
+from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
 from lapwing.samplers.adaptation import Adaptation, Stage
 from lapwing.samplers.hmc import Hmc, Place, leapfrog
@@ -58,6 +59,10 @@ class Stream:
 
     chains: int
     generator: torch.Generator
+    ranks = ALONE
+
+    def of_all(self, acceptance: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        return acceptance, q
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn((self.chains, *shape), generator=self.generator, dtype=torch.float64)
