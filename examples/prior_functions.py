@@ -1,6 +1,6 @@
 """Functions that priors over weights imply: draws of one network, before any data.
 
-    python examples/prior_functions.py          writes docs/images/prior_functions.png
+python examples/prior_functions.py          writes docs/images/prior_functions.png
 """
 
 from __future__ import annotations

@@ -175,6 +175,9 @@ def test_training_refuses_what_it_cannot_do() -> None:
     data, shared = points(), network()
     with pytest.raises(InvalidValue, match="same parameters twice"):
         lw.ensembles.train(lambda: shared, data, "gaussian", members=2)
+    widths = iter((4, 5))
+    with pytest.raises(InvalidValue, match=r"members 0 and 1 are of different architectures.*lw\.mixture"):
+        lw.ensembles.train(lambda: network(next(widths)), data, "gaussian", members=2)
     with pytest.raises(InvalidValue, match="must give a new"):
         lw.ensembles.train(lambda: 3, data, "gaussian")
     for wrong in ({"members": 0}, {"steps": 0}, {"lr": -1.0}):
