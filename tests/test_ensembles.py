@@ -260,6 +260,27 @@ def test_dropout_is_an_average_over_masks() -> None:
     assert float(((seen - expected).square() / expected).sum()) < 38  # χ² with 15 degrees, at 0.001
 
 
+def test_layers_of_dropout_have_masks_of_their_own() -> None:
+    """Two layers of one width keep a unit together no more often than chance: each with p, and independently."""
+    net = nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5)).double().eval()
+    net.append(nn.Linear(40, 40, bias=False).double())
+    with torch.no_grad():
+        net[3].weight.copy_(torch.eye(40))
+    f = lw.ensembles.dropout(net, "gaussian", samples=200)(torch.ones(1, 40).double()).outputs.values
+    kept = (f != 0).double().mean()
+    assert abs(float(kept) - 0.25) < 5 * (0.25 * 0.75 / 8000) ** 0.5
+
+
+def test_all_but_dropout_runs_in_eval_mode() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2)).double()
+    x, _ = points()
+    values = lw.ensembles.dropout(net.eval(), "gaussian")(x).outputs.values
+    state = {k: v.clone() for k, v in net.train().state_dict().items()}
+    assert_close(lw.ensembles.dropout(net, "gaussian")(x).outputs.values, values, rtol=0, atol=0)
+    assert all(m.training for m in net.modules())
+    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
+
+
 def test_dropout_gives_equal_answers(tmp_path: Path) -> None:
     net, (x, y) = dropping(), points()
     fit = lw.ensembles.dropout(net, "gaussian")

@@ -17,6 +17,7 @@ from lapwing.operators import linalg
 from lapwing.posterior.gaussian import Gaussian
 from lapwing.samplers.target import Target, targeted
 from lapwing.shell import Fitted, Shell
+from lapwing.tree import layer_of
 from lapwing.variational.climb import Objective, climbed
 from lapwing.variational.factors import Approximation, Family, FullLayers, LowRankLayers, MeanField
 from lapwing.variational.posterior import Variational
@@ -144,11 +145,9 @@ def _closed(kl: Any, target: Target, q: Approximation, preferred: bool) -> bool:
 
 def _layers(target: Target) -> dict[str, Tensor]:
     """The indices of each layer's weights, {module: (m,)}."""
-    layout = target.joint.tangent.layout
-    index = torch.arange(layout.size, dtype=torch.float64, device=target.joint.tangent.device)
-    found: dict[str, list[Tensor]] = {}
-    for name, i in layout.unflatten(index).items():
-        found.setdefault(name.rpartition(".")[0], []).append(i.flatten().long())
+    device, found = target.joint.tangent.device, dict[str, list[Tensor]]()
+    for name, s in target.joint.tangent.layout.slices().items():
+        found.setdefault(layer_of(name), []).append(torch.arange(s.start, s.stop, device=device))
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
