@@ -129,8 +129,9 @@ def test_training_at_once_is_training_one_by_one(prior: float | None) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_training_is_adam_on_the_mean_loss() -> None:
-    """A plain loop over one network, with the prior's share in each step."""
+@pytest.mark.parametrize("batch", [20, 7])
+def test_training_is_adam_on_the_mean_loss(batch: int) -> None:
+    """A plain loop over one network, batch by batch, with the prior's share of all examples in each step."""
     x, y = points()
     net = network()
     start = {n: p.detach().clone() for n, p in net.named_parameters()}
@@ -140,15 +141,34 @@ def test_training_is_adam_on_the_mean_loss() -> None:
         model.load_state_dict(start)
         return model
 
-    fit = lw.ensembles.train(make, (x, y), lw.likelihoods.Gaussian(0.5), members=2, steps=30, lr=0.02, prior=3.0)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch)
+    fit = lw.ensembles.train(make, data, lw.likelihoods.Gaussian(0.5), members=2, steps=30, lr=0.02, prior=3.0)
     adam = torch.optim.Adam(net.parameters(), lr=0.02)
-    for _ in range(30):
+    for x_b, y_b in [*data] * (30 // len(data)):
         adam.zero_grad()
-        loss = -torch.distributions.Normal(net(x), 0.5).log_prob(y).sum() / 20
+        loss = -torch.distributions.Normal(net(x_b), 0.5).log_prob(y_b).sum() / len(y_b)
         (loss + 1.5 * sum(p.square().sum() for p in net.parameters()) / 20).backward()
         adam.step()
     theta = torch.cat([p.detach().flatten() for p in net.parameters()])
     assert_close(fit.posterior.weights, theta.expand(2, -1), rtol=0, atol=1e-8)
+
+
+def test_each_pass_has_an_order_of_its_own() -> None:
+    x, seen = torch.arange(20.0).double().unsqueeze(1).expand(-1, 3), []
+
+    class Watched(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training and len(x) == 5:
+                seen.append(x[:, 0].tolist())
+            return super().forward(x)
+
+    make = lambda: Watched(nn.Linear(3, 2)).double()  # noqa: E731
+    data = torch.utils.data.TensorDataset(x, torch.zeros(20, 2).double())
+    loader = torch.utils.data.DataLoader(data, 5, shuffle=True)
+    lw.ensembles.train(make, loader, "gaussian", members=1, steps=8)
+    passes = [list(itertools.chain(*seen[-8:-4])), list(itertools.chain(*seen[-4:]))]
+    assert sorted(passes[0]) == sorted(passes[1]) == x[:, 0].tolist()
+    assert passes[0] != passes[1]
 
 
 def test_batch_norm_is_trained_one_by_one_and_keeps_its_statistics() -> None:
