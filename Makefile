@@ -77,9 +77,10 @@ $(PSTAMP): pyproject.toml constraints.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  laplace-torch==0.3 curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 asdfghjkl gpytorch==1.15 \
-	  pyro-ppl==1.9.2 pyro-api
+	  pyro-ppl==1.9.2 pyro-api posteriors==0.1.3 tensordict==0.15.3 torchopt==0.7.3
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  torchmetrics einops einconv opt_einsum unfoldNd linear_operator jaxtyping mpmath -e ".[dev]"
+	  torchmetrics einops einconv opt_einsum unfoldNd linear_operator jaxtyping mpmath \
+	  optree cloudpickle importlib_metadata orjson pyvers -e ".[dev]"
 	touch $@
 
 # neural-tangents wants an older jax and NumPy's of its own: kernels of infinitely wide networks come from there as numbers.

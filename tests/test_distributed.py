@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -507,6 +509,95 @@ def absent(rank: int, size: int) -> dict[str, Any]:
     return {"error": told(lambda: la.solve), "seconds": time.monotonic() - begun}
 
 
+# -- chains and members --------------------------------------------------------------------------------------------
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def shares(rank: int, size: int) -> dict[str, Any]:
+    """Chains and members of an ensemble, of which each rank has a share, and all of the data."""
+    group = "world" if size > 1 else None
+    data = inputs(), problem("gaussian")[1][:, :1]
+    short: dict[str, Any] = {"chains": 3, "draws": 2, "warmup": 22, "process_group": group}
+    unknown = lw.likelihoods.Gaussian(noise=lw.priors.Gamma(2.0, 2.0))
+    known = lw.likelihoods.Gaussian(0.5)
+    out: dict[str, Any] = {}
+    for name, make in {
+        "hmc": lambda: lw.samplers.hmc(plain(), data, known, leapfrog=2, start="prior", **short),
+        "scales": lambda: lw.samplers.hmc(
+            plain(), data, unknown, leapfrog=1, prior=lw.priors.Hierarchical(per="layer"), **short
+        ),
+        "sgld": lambda: lw.samplers.sgld(plain(), data, known, step=1e-4, batch=7, **short),
+    }.items():
+        post = make()
+        chains = post.posterior
+        out[name] = chains.weights, chains.lengths, chains.told, chains.latent, post.predict(data[0][:3]).mean
+    for name, net in {"at once": plain, "one by one": normed}.items():
+        torch.manual_seed(4)
+        made = {"members": 3, "steps": 9, "generator": G(5), "process_group": group}
+        post = lw.ensembles.train(lambda net=net: net() if net is normed else plain_again(), data, known, **made)
+        out[name] = post.predict(data[0][:3]).f_mean, post.draw(4, G(1)), str(post)
+    return out
+
+
+def plain_again() -> nn.Module:
+    """From a random start that is not its own."""
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def wrong_shares(rank: int, size: int) -> dict[str, Any]:
+    """What goes wrong on one rank, or on all."""
+    x, y = inputs(), problem("gaussian")[1][:, :1]
+    odd = rank == 1
+
+    def walk(sampler: Any = lw.samplers.hmc, data: Any = (x, y), **options: Any) -> Any:
+        options = {"chains": 3, "draws": 2, "warmup": 22, **options}
+        return sampler(plain(), data, lw.likelihoods.Gaussian(0.5), process_group="world", **options)
+
+    def train(data: Any = (x, y), **options: Any) -> Any:
+        options = {"members": 3, "steps": 4, **options}
+        known = lw.likelihoods.Gaussian(0.5)
+        return lw.ensembles.train(plain_again, data, known, process_group="world", **options)
+
+    def failing() -> Any:
+        kept = lw.samplers.walk.Plan.keeps
+        lw.samplers.walk.Plan.keeps = lambda self, t: 1 / 0 if odd and t == 5 else kept(self, t)
+        try:
+            return walk()
+        finally:
+            lw.samplers.walk.Plan.keeps = kept
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = torch.zeros(3, 41, dtype=torch.float64)
+        start[2] = 1e140  # of rank 1: it overflows long before the others do
+        stopped = walk(lw.samplers.sgld, step=20.0, batch=23, start=start, warmup=0, draws=30)
+    out: dict[str, Any] = {
+        "diverged": (stopped.posterior.lengths, [str(w.message) for w in caught]),
+        "data": told(lambda: walk(data=(x + odd, y))),
+        "prior": told(lambda: walk(prior=2.0 if odd else 1.0)),
+        "generator": told(lambda: walk(generator=G(rank))),
+        "method": told(lambda: walk(leapfrog=3 + odd)),
+        "in a step": told(failing),
+        "too few": told(lambda: walk(chains=1)),
+        "checkpoint": told(lambda: walk(checkpoint=f"{FOLDER[0]}/walk")),
+        "NaN": told(lambda: walk(data=(x / (0.0 if odd else 1.0), y))),
+        "members": told(lambda: train(members=1)),
+        "steps": told(lambda: train(steps=3 + odd)),
+        "seeds": told(lambda: train(generator=G(rank))),
+        "rate": told(lambda: train(lr=1e300, steps=9)),
+    }
+    out["afterwards"] = walk().posterior.weights
+    return out
+
+
 # -- sessions ----------------------------------------------------------------------------------------------------
 
 SESSIONS: dict[str, tuple[Callable[[int, int], dict[str, Any]], tuple[int, ...]]] = {
@@ -519,6 +610,8 @@ SESSIONS: dict[str, tuple[Callable[[int, int], dict[str, Any]], tuple[int, ...]]
     "bases": (bases, (2,)),
     "traffic": (traffic, (2,)),
     "faults": (faults, (2,)),
+    "shares": (shares, (1, 2)),
+    "wrong shares": (wrong_shares, (2,)),
     "killed": (killed, (2, 3)),
     "absent": (absent, (2,)),
 }
@@ -915,3 +1008,46 @@ def test_readers_of_one_process_refuse_a_shard() -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+SHARED = ["hmc", "scales", "sgld", "at once", "one by one"]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_chains_and_members_of_ranks_are_those_of_one_process(folder: Path, name: str) -> None:
+    (one,), ranks = found(folder, "shares", 1), found(folder, "shares", 2)
+    for rank in ranks:
+        close(rank[name], one[name], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        ("data", "differs from rank 0 in the data.*same network, data and arguments"),
+        ("prior", "differs from rank 0 in the prior's values"),
+        ("generator", "the state of the generator"),
+        ("method", "differs from rank 0 in the method"),
+        ("in a step", "ZeroDivisionError|division by zero"),
+        ("too few", "chains=1 for 2 ranks"),
+        ("checkpoint", "checkpoint= is of one process"),
+        ("members", "members=1 for 2 ranks"),
+        ("steps", "differs from rank 0 in steps and lr"),
+        ("seeds", "generators must be in the same state"),
+        ("rate", "training diverged"),
+    ],
+)
+def test_what_goes_wrong_with_chains_or_members_is_told_to_all(folder: Path, fault: str, match: str) -> None:
+    for rank in found(folder, "wrong shares", 2):
+        assert rank[fault][0]
+        assert re.search(match, rank[fault][1]), rank[fault]
+
+
+def test_a_diverging_chain_of_one_rank_is_stopped_and_named_there(folder: Path) -> None:
+    first, second = (rank["diverged"] for rank in found(folder, "wrong shares", 2))
+    assert first[0] == second[0]
+    assert first[0][:2] == (30, 30)
+    assert 0 < first[0][2] < 30
+    assert not first[1]
+    assert len(second[1]) == 1
+    assert second[1][0].startswith("chain 3 of sgld diverged")
+    assert_same([rank["afterwards"] for rank in found(folder, "wrong shares", 2)])

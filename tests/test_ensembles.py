@@ -129,8 +129,9 @@ def test_training_at_once_is_training_one_by_one(prior: float | None) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_training_is_adam_on_the_mean_loss() -> None:
-    """A plain loop over one network, with the prior's share in each step."""
+@pytest.mark.parametrize("batch", [20, 7])
+def test_training_is_adam_on_the_mean_loss(batch: int) -> None:
+    """A plain loop over one network, batch by batch, with the prior's share of all examples in each step."""
     x, y = points()
     net = network()
     start = {n: p.detach().clone() for n, p in net.named_parameters()}
@@ -140,15 +141,34 @@ def test_training_is_adam_on_the_mean_loss() -> None:
         model.load_state_dict(start)
         return model
 
-    fit = lw.ensembles.train(make, (x, y), lw.likelihoods.Gaussian(0.5), members=2, steps=30, lr=0.02, prior=3.0)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch)
+    fit = lw.ensembles.train(make, data, lw.likelihoods.Gaussian(0.5), members=2, steps=30, lr=0.02, prior=3.0)
     adam = torch.optim.Adam(net.parameters(), lr=0.02)
-    for _ in range(30):
+    for x_b, y_b in [*data] * (30 // len(data)):
         adam.zero_grad()
-        loss = -torch.distributions.Normal(net(x), 0.5).log_prob(y).sum() / 20
+        loss = -torch.distributions.Normal(net(x_b), 0.5).log_prob(y_b).sum() / len(y_b)
         (loss + 1.5 * sum(p.square().sum() for p in net.parameters()) / 20).backward()
         adam.step()
     theta = torch.cat([p.detach().flatten() for p in net.parameters()])
     assert_close(fit.posterior.weights, theta.expand(2, -1), rtol=0, atol=1e-8)
+
+
+def test_each_pass_has_an_order_of_its_own() -> None:
+    x, seen = torch.arange(20.0).double().unsqueeze(1).expand(-1, 3), []
+
+    class Watched(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training and len(x) == 5:
+                seen.append(x[:, 0].tolist())
+            return super().forward(x)
+
+    make = lambda: Watched(nn.Linear(3, 2)).double()  # noqa: E731
+    data = torch.utils.data.TensorDataset(x, torch.zeros(20, 2).double())
+    loader = torch.utils.data.DataLoader(data, 5, shuffle=True)
+    lw.ensembles.train(make, loader, "gaussian", members=1, steps=8)
+    passes = [list(itertools.chain(*seen[-8:-4])), list(itertools.chain(*seen[-4:]))]
+    assert sorted(passes[0]) == sorted(passes[1]) == x[:, 0].tolist()
+    assert passes[0] != passes[1]
 
 
 def test_batch_norm_is_trained_one_by_one_and_keeps_its_statistics() -> None:
@@ -175,6 +195,9 @@ def test_training_refuses_what_it_cannot_do() -> None:
     data, shared = points(), network()
     with pytest.raises(InvalidValue, match="same parameters twice"):
         lw.ensembles.train(lambda: shared, data, "gaussian", members=2)
+    widths = iter((4, 5))
+    with pytest.raises(InvalidValue, match=r"members 0 and 1 are of different architectures.*lw\.mixture"):
+        lw.ensembles.train(lambda: network(next(widths)), data, "gaussian", members=2)
     with pytest.raises(InvalidValue, match="must give a new"):
         lw.ensembles.train(lambda: 3, data, "gaussian")
     for wrong in ({"members": 0}, {"steps": 0}, {"lr": -1.0}):
@@ -255,6 +278,27 @@ def test_dropout_is_an_average_over_masks() -> None:
     expected = 0.7 ** masks.sum(1) * 0.3 ** (4 - masks.sum(1)) * 400
     seen = torch.bincount(which, minlength=16).double()
     assert float(((seen - expected).square() / expected).sum()) < 38  # χ² with 15 degrees, at 0.001
+
+
+def test_layers_of_dropout_have_masks_of_their_own() -> None:
+    """Two layers of one width keep a unit together no more often than chance: each with p, and independently."""
+    net = nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5)).double().eval()
+    net.append(nn.Linear(40, 40, bias=False).double())
+    with torch.no_grad():
+        net[3].weight.copy_(torch.eye(40))
+    f = lw.ensembles.dropout(net, "gaussian", samples=200)(torch.ones(1, 40).double()).outputs.values
+    kept = (f != 0).double().mean()
+    assert abs(float(kept) - 0.25) < 5 * (0.25 * 0.75 / 8000) ** 0.5
+
+
+def test_all_but_dropout_runs_in_eval_mode() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2)).double()
+    x, _ = points()
+    values = lw.ensembles.dropout(net.eval(), "gaussian")(x).outputs.values
+    state = {k: v.clone() for k, v in net.train().state_dict().items()}
+    assert_close(lw.ensembles.dropout(net, "gaussian")(x).outputs.values, values, rtol=0, atol=0)
+    assert all(m.training for m in net.modules())
+    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
 
 
 def test_dropout_gives_equal_answers(tmp_path: Path) -> None:

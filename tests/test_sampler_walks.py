@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from helpers import normal, seeded
 from lapwing.errors import InvalidValue, LapwingWarning, Unsupported
-from lapwing.priors import Gamma, Gaussian, Hierarchical, Jeffreys
+from lapwing.priors import Bernoulli, Gamma, Gaussian, Hierarchical, Jeffreys
 from lapwing.samplers import hmc, langevin, mala, metropolis, sghmc, sgld
 from lapwing.samplers.journal import WalkJournal
 
@@ -159,11 +160,21 @@ def test_the_checkpoint_of_another_walk_is_refused(tmp_path: Path, monkeypatch: 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", [hmc, mala, metropolis], ids=lambda one: one.__name__)
+ALL = [hmc, mala, metropolis, *(partial(one, step=0.1) for one in (langevin, sgld, sghmc))]
+
+
+@pytest.mark.parametrize("sampler", ALL, ids=lambda one: getattr(one, "func", one).__name__)
 def test_an_improper_prior_is_refused(sampler: Callable[..., lw.Fitted]) -> None:
     model, x, y = linear()
     with pytest.raises(Unsupported, match=r"Jeffreys is improper.*prior\.penalty"):
         sampler(model, (x, y), "gaussian", prior=Jeffreys())
+
+
+@pytest.mark.parametrize("sampler", [one for one in ALL if one is not metropolis], ids=lambda one: str(one)[:40])
+def test_discrete_weights_are_for_a_sampler_without_gradients(sampler: Callable[..., lw.Fitted]) -> None:
+    model, x, y = linear()
+    with pytest.raises(Unsupported, match=r"follows a gradient, and the weights of Bernoulli have none.*metropolis"):
+        sampler(model, (x, y), "gaussian", prior=Bernoulli(0.5))
 
 
 def test_chains_that_diverge_keep_their_draws() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from helpers import close, normal, seeded
+from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue, LapwingWarning, NotConverged
 from lapwing.samplers.adaptation import Adaptation, Stage
 from lapwing.samplers.hmc import Hmc, Place, leapfrog
@@ -58,6 +59,10 @@ class Stream:
 
     chains: int
     generator: torch.Generator
+    ranks = ALONE
+
+    def of_all(self, acceptance: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        return acceptance, q
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn((self.chains, *shape), generator=self.generator, dtype=torch.float64)
@@ -131,10 +136,11 @@ def test_a_step_that_is_given_is_not_moved() -> None:
     assert bool((walk.state["variance"] == 1).all())
 
 
-def test_hmc_finds_the_moments_of_a_funnel_of_bounded_depth() -> None:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 5))])
+def test_hmc_finds_the_moments_of_a_funnel_of_bounded_depth(seed: int) -> None:
     """v ~ N(0, 1), x ~ N(0, eᵛ): E v = 0, E x² = √e. Chains are independent, their means plain."""
     funnel = Density(lambda q: -0.5 * (q[0].square() + q[1].square() * (-q[0]).exp() + q[0]))
-    walk = run(funnel, Hmc(8, None), torch.zeros(100, 2).double(), 100, warmup=100)
+    walk = run(funnel, Hmc(8, None), torch.zeros(100, 2).double(), 100, seed, warmup=100)
     kept = torch.stack(walk.kept, 1)  # (k, draws, 2)
     for value, truth in ((kept[..., 0], 0.0), (kept[..., 0].square(), 1.0)):
         means = value.mean(1)
@@ -228,15 +234,54 @@ def test_langevin_steps_widen_a_normal(eps: float, kind: str) -> None:
     assert want - 1 > Z * want * (2 / len(q)) ** 0.5  # or 1 would do
 
 
+def stationary(M: Tensor, Q: Tensor) -> Tensor:
+    """S = M S Mᵀ + Q, by its series."""
+    S, power = torch.zeros_like(Q), torch.eye(len(M)).double()
+    for _ in range(2_000):
+        S, power = S + power @ Q @ power.mT, M @ power
+    return S
+
+
+@pytest.mark.parametrize("kind", ["langevin", "sgld", "sghmc"])
+@pytest.mark.parametrize("seed", range(5))
+def test_unadjusted_samplers_on_a_correlated_normal_have_the_covariance_of_their_recursion(
+    kind: str, seed: int
+) -> None:
+    """Started at that, they stay there; it is not the target's own, whose covariance they had at ε → 0."""
+    target, mean, covariance = gaussian(seed=seed)
+    P, eye, a = torch.linalg.inv(covariance), torch.eye(3).double(), 0.4
+    values, V = torch.linalg.eigh(P)
+    eps = 1.5 / float(values[-1])
+    kernel: Any = {
+        "langevin": Langevin(eps),
+        "sgld": Sgld(Minibatch(eps, 1)),
+        "sghmc": Sghmc(Minibatch(eps, 1), a),
+    }[kind]
+    if kind == "sghmc":
+        M = torch.cat([torch.cat([eye - eps * P / 2, (1 - a) * eye], 1), torch.cat([-eps * P / 2, (1 - a) * eye], 1)])
+        S = stationary(M, a * eps * torch.ones(2, 2).double().kron(eye))
+    else:
+        S = stationary(eye - eps * P / 2, eps * eye)
+    start = normal(4000, len(S), seed=seed + 20) @ torch.linalg.cholesky(S).mT
+    walk = Walk(target, kernel, Plan(4000, 12, 0), Stream(4000, seeded(seed)), None)  # type: ignore[arg-type]
+    walk._begin(mean + start[:, :3])
+    if kind == "sghmc":
+        walk.state["velocity"] = start[:, 3:]
+    for t in range(12):
+        walk.state, _ = kernel.step(target, walk.state, walk.streams, walk.plan.stage(t))
+    along = V.mT @ S[:3, :3] @ V
+    check_moments((walk.state["q"] - mean) @ V, torch.zeros(3).double(), along)
+    wide = float(along[-1, -1] * values[-1])
+    assert wide - 1 > Z * wide * (2 / 4000) ** 0.5  # or the target's own would do
+
+
 @pytest.mark.parametrize(("eps", "friction"), [(0.5, 0.3), (0.2, 0.1), (1.0, 0.6)])
 def test_sghmc_has_the_covariance_of_its_recursion(eps: float, friction: float) -> None:
     """z′ = M z + noise of a normal target: S = M S Mᵀ + Q, by its series."""
     a = friction
     M = torch.tensor([[1 - eps / 2, 1 - a], [-eps / 2, 1 - a]]).double()  # of (q, u)
     Q = a * eps * torch.ones(2, 2).double()
-    S, power = torch.zeros(2, 2).double(), torch.eye(2).double()
-    for _ in range(2000):
-        S, power = S + power @ Q @ power.mT, M @ power
+    S = stationary(M, Q)
     steps = int(math.log(1e-3) / math.log(float(torch.linalg.eigvals(M).abs().max()))) + 1
     state = run(STANDARD, Sghmc(Minibatch(eps, 1), a), normal(5000, 1), steps).state
     both = torch.cat([state["q"], state["velocity"]], 1)

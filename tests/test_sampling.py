@@ -74,14 +74,17 @@ EXACT: list[tuple[Callable[..., lw.Fitted], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("sampler", "options"), EXACT, ids=["hmc", "mala", "metropolis"])
-@pytest.mark.parametrize("temperature", [1.0, 0.25])
+@pytest.mark.parametrize(
+    ("temperature", "seed"),
+    [(1.0, 0), (0.25, 0), *(pytest.param(1.0, 10 * seed, marks=pytest.mark.full) for seed in range(1, 5))],
+)
 def test_chains_started_at_exact_draws_of_a_linear_model_stay_exact(
-    sampler: Callable[..., lw.Fitted], options: dict[str, Any], temperature: float
+    sampler: Callable[..., lw.Fitted], options: dict[str, Any], temperature: float, seed: int
 ) -> None:
-    model, x, y = linear()
+    model, x, y = linear(seed)
     mean, covariance = closed_form(x, y)
     covariance = temperature * covariance
-    start = mean + normal(600, 2, seed=9) @ torch.linalg.cholesky(covariance).mT
+    start = mean + normal(600, 2, seed=seed + 9) @ torch.linalg.cholesky(covariance).mT
     told: dict[str, Any] = {"prior": 2.0, "chains": 600, "draws": 4, "warmup": 0, "temperature": temperature}
     step = options["step"] * (temperature if sampler is mala else temperature**0.5)
     post = sampler(model, (x, y), lw.likelihoods.Gaussian(NOISE), start=start, **told, **{**options, "step": step})

@@ -13,7 +13,7 @@ import lapwing as lw
 from lapwing.errors import InvalidValue, NotConverged, Unsupported
 from lapwing.samplers.target import targeted
 from lapwing.variational.climb import Objective
-from lapwing.variational.factors import Factor, Family, Full, LowRank, MeanField
+from lapwing.variational.factors import Approximation, Family, FullLayers, LowRankLayers, MeanField
 from lapwing.variational.noise import noisy_layers
 
 NOISE, PRECISION = 0.5, 2.0
@@ -90,11 +90,11 @@ def test_closed_forms_equal_torch_distributions_and_draws(kind: str) -> None:
     mean = torch.randn(8, generator=g, dtype=torch.float64)
     deviation = torch.rand(8, generator=g, dtype=torch.float64) + 0.3
     layers = {"a": torch.tensor([0, 2, 5]), "b": torch.tensor([1, 3, 4, 6, 7])}
-    q: Factor
+    q: Approximation
     if kind == "mean field":
         q, cov = MeanField(mean, deviation, Family.of("normal")), deviation.square().diag()
     elif kind == "full":
-        q = Full(mean, deviation, layers)
+        q = FullLayers(mean, deviation, layers)
         for low in q.lower:
             low.data.normal_(generator=g)
         root = torch.zeros(8, 8).double()
@@ -102,7 +102,7 @@ def test_closed_forms_equal_torch_distributions_and_draws(kind: str) -> None:
             root[i[:, None], i] = deviation[i, None] * (low.detach().tril(-1) + torch.eye(len(i)).double())
         cov = root @ root.T
     else:
-        q = LowRank(mean, deviation, layers, 2, g)
+        q = LowRankLayers(mean, deviation, layers, 2, g)
         cov = deviation.square().diag()
         for i, R in zip(layers.values(), q.R, strict=True):
             cov[i[:, None], i] += deviation[i, None] * (R @ R.T).detach() * deviation[i]
@@ -129,7 +129,7 @@ def test_a_sampled_kl_has_the_slopes_of_the_closed_one(kind: str, temperature: f
     g = torch.Generator().manual_seed(6)
     mean, layers = torch.randn(8, generator=g, dtype=torch.float64), {"a": torch.arange(3), "b": torch.arange(3, 8)}
     wide = torch.full_like(mean, 0.6)
-    q: Factor = Full(mean, wide, layers) if kind == "full" else LowRank(mean, wide, layers, 2, g)
+    q: Approximation = FullLayers(mean, wide, layers) if kind == "full" else LowRankLayers(mean, wide, layers, 2, g)
     closed = torch.autograd.grad(Objective(target, q, 1, {}, True).kl(mean), q.parameters)
     rows = []
     for _ in range(200):

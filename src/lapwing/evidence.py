@@ -22,7 +22,7 @@ from lapwing.center import Center
 from lapwing.curvature import State
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import linalg
+from lapwing.operators import linalg, plus
 from lapwing.posterior import curvature, prior_precision
 from lapwing.priors import Prior
 from lapwing.solvers import Estimate
@@ -32,7 +32,7 @@ from lapwing.solvers.estimate import mean_of
 def log_det_ratio(state: State, prior: Prior, likelihood: Likelihood) -> Tensor:
     """log|G + A| − log|A|."""
     a = prior_precision(prior, state)
-    return linalg.logdet(linalg.shift(curvature(state, likelihood), a)) - a.logdet()
+    return linalg.logdet(plus(curvature(state, likelihood), a)) - linalg.logdet(a)
 
 
 def scatter(state: State, prior: Prior, center: Center | None = None) -> Tensor:
@@ -65,8 +65,8 @@ def decompose(state: State, prior: Prior, likelihood: Likelihood, center: Center
     fit = likelihood.log_likelihood(state.statistics if center is None else center.statistics)
     quadratic = _price(state, prior, center)
     a = prior_precision(prior, state, None if center is None else center.vector)
-    precision = linalg.shift(curvature(state, likelihood), a)
-    occam = 0.5 * (linalg.logdet(precision) - a.logdet())
+    precision = plus(curvature(state, likelihood), a)
+    occam = 0.5 * (linalg.logdet(precision) - linalg.logdet(a))
     found = fit - quadratic - occam
     return Evidence(found, fit, quadratic, occam, bound(state), _estimate(precision, found))
 
@@ -131,7 +131,7 @@ def effective_dimension(state: State, prior: Prior, likelihood: Likelihood) -> T
     with torch.enable_grad():
         stretch = torch.ones_like(prior.counts()).requires_grad_()
         a = prior.stretched(state.tangent.theta.to(torch.float64), stretch)
-        (slope,) = torch.autograd.grad(linalg.logdet_slope(linalg.shift(curvature(state, likelihood), a)), stretch)
+        (slope,) = torch.autograd.grad(linalg.logdet_slope(plus(curvature(state, likelihood), a)), stretch)
     return prior.counts() - slope
 
 
@@ -140,7 +140,7 @@ def noise_slope(state: State, prior: Prior, likelihood: Likelihood, name: str) -
     with torch.enable_grad():
         moving = likelihood.hyperparameters[name].detach().clone().requires_grad_()
         found = curvature(state, likelihood.replace(**{name: moving}))
-        (slope,) = torch.autograd.grad(linalg.logdet_slope(linalg.shift(found, prior_precision(prior, state))), moving)
+        (slope,) = torch.autograd.grad(linalg.logdet_slope(plus(found, prior_precision(prior, state))), moving)
     return slope
 
 

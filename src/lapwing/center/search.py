@@ -24,7 +24,7 @@ from lapwing.center.tangent_joint import TangentJoint
 from lapwing.curvature import State
 from lapwing.errors import NotConverged, Unsupported
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import linalg
+from lapwing.operators import linalg, plus
 from lapwing.posterior import curvature
 
 EXACT = 1e-10  # tolerance with the rows of J in memory
@@ -83,12 +83,11 @@ def tangent_map(
     Raises NotConverged where that is not reached in so many steps; with strict=False the residual says so.
     """
     check_gaussian(prior)
-    a = prior.operator()
-    a = replace(a, values=a.values.detach())
+    a = prior.replace(precision=prior.precision.detach()).operator()
     likelihood = likelihood.replace(**{k: value.detach() for k, value in likelihood.hyperparameters.items()})
     structure, stretch = curvature(state, likelihood), 1.0 if start is None else start.stretch
-    precision = linalg.shift(stretched(structure, stretch), a)
-    density = TangentJoint(jacobian, likelihood, precision, a.dense(), prior.mean_vector())
+    precision = plus(stretched(structure, stretch), a)
+    density = TangentJoint(jacobian, likelihood, precision, a, prior.mean_vector())
     tolerance = tolerance or (EXACT if jacobian.rows is not None else STREAMED)
     theta, passes_before = state.tangent.theta.to(torch.float64), jacobian.passes
     v = theta if start is None else start.vector
@@ -118,9 +117,9 @@ def tangent_map(
         ratio = _stretch(likelihood, z, jacobian)
         if not 0.5 < ratio / stretch < 2:  # worth a factorization
             stretch = ratio
-            density = replace(density, precision=linalg.shift(stretched(structure, stretch), a))
+            density = replace(density, precision=plus(stretched(structure, stretch), a))
         if step % PATIENCE == PATIENCE - 1 and density.has_hessian:
-            density = replace(density, precision=linalg.shift(density.hessian(z), a))
+            density = replace(density, precision=plus(density.hessian(z), a))
     if strict and residual > goal:
         raise NotConverged(
             f"the tangent MAP ended at a residual of {residual:.3g} after {step} steps, for a tolerance of "

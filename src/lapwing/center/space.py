@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lapwing.center.jacobian import Jacobian
 from lapwing.center.tangent_joint import TangentJoint
+from lapwing.operators import linalg
 
 NEWTON_STEPS = 50  # in the space of known directions
 DEPENDENT = 1e-13  # share of the largest eigenvalue below which directions count as dependent
@@ -47,11 +48,11 @@ class Space:
         tolerance; None where v is there already. As sums of known pairs, d and J d belong together to the last digit,
         which differences of v and of z would not."""
         moves, images = [], self.images.flatten(1)
-        prior = (self.directions * density.a) @ self.directions.mT
+        prior = linalg.mv(density.a, self.directions) @ self.directions.mT
         for _ in range(NEWTON_STEPS if len(images) else 0):
             pushed = density.curvature_times(z, self.images).flatten(1)
             curved, slope = density.jacobian.total(pushed @ images.mT, images @ density.score(z).flatten())
-            slope = slope - self.directions @ (density.a * (v - density.m))
+            slope = slope - self.directions @ linalg.mv(density.a, v - density.m)
             alpha = _semidefinite_solve(curved + prior, slope)
             if not float(alpha @ slope) > (0.1 * tolerance * density.size(v)) ** 2:
                 break
@@ -83,8 +84,9 @@ def _step_length(density: TangentJoint, v: Tensor, z: Tensor, d: Tensor, jd: Ten
         there, outputs = v + t * d - density.m, z + t * jd
         score = (density.score(outputs) * jd).sum()
         score, fit = density.jacobian.total(score, density.likelihood.log_prob(outputs, density.jacobian.y).sum())
-        value = float(fit - 0.5 * (density.a * there.square()).sum())
-        return float((density.a * there * d).sum() - score) if value > -float("inf") else float("nan"), value
+        pull = linalg.mv(density.a, there)
+        value = float(fit - 0.5 * (pull * there).sum())
+        return float((pull * d).sum() - score) if value > -float("inf") else float("nan"), value
 
     start, here = look(0.0)
     at_zero, low, high, t = -start, 0.0, float("inf"), 1.0

@@ -14,7 +14,7 @@ from torch import Tensor
 from lapwing.center.jacobian import Jacobian
 from lapwing.curvature.products import output_curvature
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal
+from lapwing.operators import Dense, Diagonal, HeldRows, RootPlusDiagonal, linalg
 
 HESSIAN_SIDE = 4_000  # rows or columns of J, the fewer of them, up to which the Hessian is made
 ROUNDING = 30  # of an output, in units of its last place
@@ -27,13 +27,13 @@ class TangentJoint:
     jacobian: Jacobian
     likelihood: Likelihood
     precision: Any  # P = Ĝ + A, an operator
-    a: Tensor  # diag A, (p,)
+    a: Any  # A, an operator
     m: Tensor  # prior mean, (p,)
 
     @property
     def weights(self) -> Tensor:
         """The curvature weights of the likelihood, (h,)."""
-        return self.likelihood.curvature_weights("exact").to(self.a)
+        return self.likelihood.curvature_weights("exact").to(self.m)
 
     def score(self, z: Tensor) -> Tensor:
         """∂ log p(y | z), (m, c)."""
@@ -45,7 +45,7 @@ class TangentJoint:
 
     def gradient(self, v: Tensor, pulled: Tensor) -> Tensor:
         """Of the log joint density, uphill: Jᵀ score − A(v − m)."""
-        return pulled - self.a * (v - self.m)
+        return pulled - linalg.mv(self.a, v - self.m)
 
     @property
     def has_hessian(self) -> bool:
@@ -66,7 +66,7 @@ class TangentJoint:
 
     def size(self, v: Tensor) -> float:
         """max(1, ‖v − m‖_A), what a residual is relative to: √γ at the precision that the evidence picks."""
-        return max(1.0, float((self.a * (v - self.m).square()).sum().sqrt()))
+        return max(1.0, float(((v - self.m) * linalg.mv(self.a, v - self.m)).sum().sqrt()))
 
     def rounding(self, v: Tensor, z: Tensor) -> float:
         """The residual that rounding of the outputs leaves: ‖Λ^½ δz‖ for δz of the last place of z."""

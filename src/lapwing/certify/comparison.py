@@ -37,7 +37,7 @@ from lapwing.curvature.matrix_free import LEAST, sketch_of, trace_of
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Likelihood
 from lapwing.operators import Diagonal as DiagonalOperator
-from lapwing.operators import linalg
+from lapwing.operators import linalg, plus
 from lapwing.operators.streamed import LANCZOS_VECTORS, WORK_VECTORS
 from lapwing.posterior import condition, curvature, prior_precision
 from lapwing.priors import Prior
@@ -108,7 +108,7 @@ def _near(reader: Reader, seen: Probe, precision: linalg.Operator, pulled: Tenso
     structure = sketch_of(rank, budget)
     state = accumulate(structure, reader.state.tangent, reader.likelihood, reader.batches, "exact", seen=seen)
     sketch = curvature(state.structure.companion(state), reader.likelihood)
-    near = linalg.shift(sketch, prior_precision(reader.prior, reader.state))
+    near = plus(sketch, prior_precision(reader.prior, reader.state))
     return near if away(near) < own else precision
 
 

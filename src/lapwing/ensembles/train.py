@@ -5,7 +5,8 @@
 (Lakshminarayanan, Pritzel & Blundell, NeurIPS 2017). Members are trained at once, as one matrix θ (m, p) under vmap,
 where the network lets them; Adam treats each weight by itself, so that is what training them one by one gives. It is
 one by one where a training pass changes buffers (batch norm), where members differ in frozen weights, or where the
-batched outputs at the start are not those of each member alone. `made` says which it was.
+batched outputs at the start are not those of each member alone. `made` says which it was. Ranks train a share of the
+members each; every rank has all of them in the end.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from torch.func import vmap
 from tqdm.auto import tqdm
 
 from lapwing import data as loading
-from lapwing import given
+from lapwing import given, tree
+from lapwing.arguments import as_ranks
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.distributed import Ranks
 from lapwing.ensembles.deep import assembled, check_alike, same_constants
 from lapwing.errors import InvalidValue, NotConverged
 from lapwing.log_joint import LogJoint, log_joint
@@ -46,25 +49,53 @@ def train(
     forward: Any = None,
     generator: torch.Generator | None = None,
     progress: bool = False,
+    process_group: Any = None,
 ) -> Fitted | Blended:
     """Train networks that make() gives, each at its own random start, and join them.
 
     Each of the steps takes one batch of the data, the same for all members, and reads them again when they end; random
     starts, shuffling and dropout follow the generator. prior: as in `lw.laplace`; None is none, which is plain
-    maximum likelihood."""
+    maximum likelihood. process_group: "world" or a torch.distributed group, each process of which calls this with the
+    same arguments and all the data: it trains a share of the members. What dropout drops is each process's own."""
+    ranks = as_ranks(process_group)
+    with ranks.sharing_errors("training an ensemble"):
+        return _trained(ranks, make, data, likelihood, members, steps, lr, prior, forward, generator, progress)
+
+
+def _trained(
+    ranks: Ranks,
+    make: Callable[[], nn.Module],
+    data: Any,
+    likelihood: Any,
+    members: int,
+    steps: int,
+    lr: float,
+    prior: Any,
+    forward: Any,
+    generator: torch.Generator | None,
+    progress: bool,
+) -> Fitted | Blended:
     members, steps = given.whole(members, "members", 1), given.whole(steps, "steps", 1)
-    seed = int(torch.randint(2**62, (), generator=(g := given.generator(generator)), device=g.device))
+    if members < ranks.size:
+        raise InvalidValue(f"members={members} for {ranks.size} ranks; give a member at least to each")
+    seed, lr = ranks.seed(given.generator(generator)), given_rate(lr)
     with _seeded(seed):
-        models = [make() for _ in range(members)]
-        _check_apart(models)
-        joint = log_joint(models[0], data, likelihood, 1.0 if prior is None else prior, forward=forward)
-        tangents = [joint.tangent, *(linearize(model, forward=forward) for model in models[1:])]
-        for k, other in enumerate(tangents[1:], 1):
-            check_alike(joint.tangent, other, k)
+        with ranks.sharing_errors("reading the arguments"):
+            models = [make() for _ in range(members)]
+            _check_apart(models)
+            joint = log_joint(models[0], data, likelihood, 1.0 if prior is None else prior, forward=forward)
+            tangents = [joint.tangent, *(linearize(model, forward=forward) for model in models[1:])]
+            for k, other in enumerate(tangents[1:], 1):
+                check_alike(joint.tangent, other, k)
         loss = _Loss(joint, prior is not None)
-        batches = _stream(joint, steps, seed, progress)
+        ranks.agree(_facts(tangents, joint, steps, lr), "Call with the same make(), data and arguments on every rank")
+        batches = _stream(joint, steps, seed, progress and ranks.rank == 0)
         at_once = _together(tangents, loading.first_inputs(joint.batches, joint.tangent.device))
-        trained = (_at_once if at_once else _one_by_one)(tangents, loss, batches, given_rate(lr))
+        if ranks.rank:
+            torch.manual_seed(seed + ranks.rank)  # what dropout drops, and nothing else from here on
+        mine = ranks.share(members)
+        own = (_at_once if at_once else _one_by_one)(tangents[mine], loss, batches, lr, mine.start)
+        trained = _of_all(ranks, tangents, own)
     how = "at once" if at_once else "one by one"
     told = joint.likelihood, joint.prior if prior is not None else None, joint.n, joint.targets
     return assembled(trained, *told, f"training {members} members {how}")
@@ -82,7 +113,10 @@ class _Loss:
         return -fit - self.joint.prior.log_prob(weights) / self.joint.n if self.prior else -fit
 
 
-def _at_once(tangents: Sequence[TangentModel], loss: _Loss, batches: Iterator[Any], lr: float) -> list[TangentModel]:
+def _at_once(
+    tangents: Sequence[TangentModel], loss: _Loss, batches: Iterator[Any], lr: float, number: int
+) -> list[TangentModel]:
+    """Members from this number on, trained."""
     first, layout = tangents[0], tangents[0].layout
     theta = torch.stack([t.theta for t in tangents]).requires_grad_()  # (m, p)
     adam = torch.optim.Adam([theta], lr=lr)
@@ -92,11 +126,14 @@ def _at_once(tangents: Sequence[TangentModel], loss: _Loss, batches: Iterator[An
 
     with _training(first.model), plain_kernels():
         for t, (x, y) in enumerate(batches):
-            _descend(adam, vmap(one, (0, None, None), randomness="different")(theta, x, y), t)
+            _descend(adam, vmap(one, (0, None, None), randomness="different")(theta, x, y), t, number)
     return [_moved(tangent, w) for tangent, w in zip(tangents, theta.detach(), strict=True)]
 
 
-def _one_by_one(tangents: Sequence[TangentModel], loss: _Loss, batches: Iterator[Any], lr: float) -> list[TangentModel]:
+def _one_by_one(
+    tangents: Sequence[TangentModel], loss: _Loss, batches: Iterator[Any], lr: float, number: int
+) -> list[TangentModel]:
+    """Members from this number on, trained."""
     models = [t.model for t in tangents]
     weights = [{n: p for n, p in m.named_parameters() if n in tangents[0].layout.shapes} for m in models]
     adam = torch.optim.Adam([p for named in weights for p in named.values()], lr=lr)
@@ -105,18 +142,42 @@ def _one_by_one(tangents: Sequence[TangentModel], loss: _Loss, batches: Iterator
         for tangent, named in zip(tangents, weights, strict=True):
             with _training(tangent.model):
                 losses.append(loss(named, tangent.forward(tangent.model, x), y))
-        _descend(adam, torch.stack(losses), t)
+        _descend(adam, torch.stack(losses), t, number)
     return [linearize(t.model, forward=t.forward) for t in tangents]
 
 
-def _descend(adam: torch.optim.Optimizer, losses: Tensor, t: int) -> None:
-    """One step on the losses of all members, (m,)."""
-    lost = (~torch.isfinite(losses.detach())).nonzero().flatten().tolist()
+def _descend(adam: torch.optim.Optimizer, losses: Tensor, t: int, number: int) -> None:
+    """One step on the losses of members from this number on, (m,)."""
+    lost = [number + k for k in (~torch.isfinite(losses.detach())).nonzero().flatten().tolist()]
     if lost:
         raise NotConverged(f"the loss of members {lost} is no number at step {t}: training diverged; give lr= smaller")
     adam.zero_grad()
     losses.sum().backward()
     adam.step()
+
+
+def _of_all(ranks: Ranks, tangents: Sequence[TangentModel], own: Sequence[TangentModel]) -> Sequence[TangentModel]:
+    """The trained members of all ranks, on each of them."""
+    if ranks.alone:
+        return own
+    found = ranks.joined([(t.theta, t.constants) for t in own], "the members of an ensemble")
+    for tangent, (_, constants) in zip(tangents, found, strict=True):
+        with torch.no_grad():
+            for name, b in tangent.model.named_buffers():
+                b.copy_(constants[name])
+    return [_moved(tangent, theta) for tangent, (theta, _) in zip(tangents, found, strict=True)]
+
+
+def _facts(tangents: Sequence[TangentModel], joint: LogJoint, steps: int, lr: float) -> dict[str, str]:
+    """What must be the same on every rank, in words."""
+    starts = {f"the start of member {k}": t.theta for k, t in enumerate(tangents)}
+    return {
+        "steps and lr": f"{steps}, {lr}",
+        "the data": f"{joint.n} examples, targets {joint.targets}",
+        "the likelihood": f"{joint.likelihood.kind}",
+        "the prior": joint.prior.kind,
+        **tree.fingerprints({**starts, **joint.prior.facts()}),
+    }
 
 
 def _moved(tangent: TangentModel, theta: Tensor) -> TangentModel:

@@ -24,7 +24,7 @@ from lapwing.errors import BrokenFile, Unsupported
 from lapwing.evidence import Evidence, decompose, effective_dimension
 from lapwing.likelihoods import Likelihood
 from lapwing.packing import sound
-from lapwing.priors import Gaussian, Prior
+from lapwing.priors import Gaussian, Prior, check_independent
 from lapwing.shell import Shell
 from lapwing.tangent import TangentModel
 from lapwing.tree import Layout
@@ -134,6 +134,7 @@ def feature_prior(prior: Prior) -> Gaussian:
         raise Unsupported(
             f"features of a kernel need a Gaussian prior, and {type(prior).__name__} is none; use a precision"
         )
+    check_independent(prior, "a process by features of the tangent kernel")
     if prior.of_curvature:
         raise Unsupported(
             "the prior of features cannot look at the curvature; use a precision or 'layerwise', not 'gprior'"

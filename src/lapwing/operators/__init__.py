@@ -10,6 +10,8 @@ from lapwing.operators.mixed import Mixed
 from lapwing.operators.root import HeldRows, RootPlusDiagonal
 from lapwing.operators.streamed import Samples, Streamed
 from lapwing.operators.system import SolvePlan
+from lapwing.operators.whitened import Whitened, plus, whiten
+from lapwing.operators.whitening import WhiteBlock, Whitening
 
 __all__ = [
     "Blocks",
@@ -24,5 +26,10 @@ __all__ = [
     "Samples",
     "SolvePlan",
     "Streamed",
+    "WhiteBlock",
+    "Whitened",
+    "Whitening",
     "linalg",
+    "plus",
+    "whiten",
 ]

@@ -41,6 +41,7 @@ class Factorizations:
 
     jitter: float = 0.0
     spectra: dict[int | None, Spectrum] = field(default_factory=dict)  # by Diagonal.unit_key
+    whitened: dict[int, Any] = field(default_factory=dict)  # what is kept of LᵀHL, by Whitening.key
 
     def spectrum(self, d: Any) -> Spectrum:
         """That in the unit of a Diagonal, or in none."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from lapwing.curvature import State
 from lapwing.errors import InvalidValue, warn
 from lapwing.likelihoods import Likelihood
-from lapwing.operators import linalg
+from lapwing.operators import linalg, plus
 from lapwing.posterior.gaussian import Gaussian
 from lapwing.priors import Prior
 
@@ -61,7 +61,7 @@ def condition(
     """The posterior of the tangent model, centered at the trained weights unless told otherwise; its covariance times
     the temperature."""
     mean = state.tangent.theta.to(torch.float64) if center is None else center
-    precision = linalg.shift(curvature(state, likelihood), prior_precision(prior, state, mean))
+    precision = plus(curvature(state, likelihood), prior_precision(prior, state, mean))
     if temperature != 1.0:
         precision = linalg.scale(precision, torch.tensor(1 / temperature, dtype=torch.float64, device=mean.device))
     return Gaussian(state.tangent, mean, precision, state.parts)

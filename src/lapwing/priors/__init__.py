@@ -3,6 +3,7 @@
 from lapwing.positive import Gamma, HalfCauchy
 from lapwing.priors.base import Lifted, Prior
 from lapwing.priors.bernoulli import Bernoulli
+from lapwing.priors.correlated import Correlated, check_independent
 from lapwing.priors.elementwise import Elementwise
 from lapwing.priors.gaussian import Gaussian, from_weight_decay
 from lapwing.priors.gprior import GPrior
@@ -16,6 +17,7 @@ from lapwing.priors.width import WidthScaled
 
 __all__ = [
     "Bernoulli",
+    "Correlated",
     "Elementwise",
     "GPrior",
     "Gamma",
@@ -30,5 +32,6 @@ __all__ = [
     "Prior",
     "StudentT",
     "WidthScaled",
+    "check_independent",
     "from_weight_decay",
 ]

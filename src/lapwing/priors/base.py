@@ -53,6 +53,7 @@ class Prior:
     settings: ClassVar[tuple[str, ...]] = ("per", "mean")  # fields that are no hyperparameters
     gaussian: ClassVar[bool] = False  # A does not move with v
     proper: ClassVar[bool] = True  # its density integrates to a number: it has draws, an evidence, a posterior
+    independent: ClassVar[bool] = True  # A is diagonal
     discrete: ClassVar[bool] = False  # weights take a few values: its density has no gradient
     of_curvature: ClassVar[bool] = False  # it is made of the curvature, which its method `at` is shown
     per = "all"  # the grouping; without a type, so that a subclass makes it a field, in its own order
@@ -106,8 +107,9 @@ class Prior:
         bound = self._fitting(_layout_of(named))
         return -bound.log_prob({name: named[name] for name in bound._bound().names})
 
-    def quadratic(self, v: Tensor) -> tuple[Diagonal, Tensor]:
-        """A, as a diagonal operator differentiable in the hyperparameters, and A·m (p,), at v (p,)."""
+    def quadratic(self, v: Tensor) -> tuple[Any, Tensor]:
+        """A and A·m (p,) at v (p,). A is an operator, differentiable in the hyperparameters: a Diagonal, where weights
+        are `independent`."""
         raise NotImplementedError(f"{type(self).__name__} has no quadratic(v)")
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
@@ -288,7 +290,7 @@ class Prior:
         a, layout = self.quadratic(v)[0], self._bound()
         return 0.5 * (a.logdet() - layout.size * math.log(2 * math.pi)) - self.log_prob(layout.unflatten(v))
 
-    def stretched(self, v: Tensor, s: Tensor) -> Diagonal:
+    def stretched(self, v: Tensor, s: Tensor) -> Any:
         """A(v) with the part of each group times s_g, (g,)."""
         a = self.quadratic(v)[0].dense().detach()
         return Diagonal(a * Diagonal(s, a.numel(), self.index).dense(), a.numel())

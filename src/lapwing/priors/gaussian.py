@@ -64,8 +64,8 @@ class Gaussian(Prior):
 
     # -- the density ----------------------------------------------------------------------------------------------
 
-    def operator(self) -> Diagonal:
-        """A, the prior's precision."""
+    def operator(self) -> Any:
+        """A, the prior's precision, an operator: a Diagonal where weights are independent."""
         return Diagonal(self.precision.reshape(-1), self._bound().size, self.index, grouping=self.grouping)
 
     def groups(self) -> Diagonal:
@@ -79,7 +79,7 @@ class Gaussian(Prior):
             return layout.flatten(self.mean).to(self.precision)
         return torch.full((layout.size,), float(self.mean), dtype=torch.float64, device=self.precision.device)
 
-    def quadratic(self, v: Tensor) -> tuple[Diagonal, Tensor]:
+    def quadratic(self, v: Tensor) -> tuple[Any, Tensor]:
         """A and A·m, the same at every v."""
         a = self.operator()
         return a, linalg.mv(a, self.mean_vector())
@@ -98,7 +98,7 @@ class Gaussian(Prior):
 
     def log_density(self, v: Tensor) -> Tensor:
         a = self.operator()
-        return 0.5 * (a.logdet() - a.size * math.log(2 * math.pi)) - self.price(v)
+        return 0.5 * (linalg.logdet(a) - a.size * math.log(2 * math.pi)) - self.price(v)
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         return self.mean_vector() + linalg.draw(self.operator(), n, generator)
@@ -129,7 +129,7 @@ class Gaussian(Prior):
     def scaled(self: G, c: float) -> G:
         return self.replace(precision=self.precision.detach() * c)
 
-    def stretched(self, v: Tensor, s: Tensor) -> Diagonal:
+    def stretched(self, v: Tensor, s: Tensor) -> Any:
         a = self.operator()
         return replace(a, values=a.values.detach() * s)
 

@@ -3,6 +3,8 @@ Rows that are held in memory are a low rank's, and pushed as any operator is."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from lapwing.curvature.rows import StreamedRows
 from lapwing.operators import HeldRows, RootPlusDiagonal, linalg
 from lapwing.outputs import Normal, Outputs
@@ -15,6 +17,11 @@ from lapwing.tangent.rows import units
 def _(precision: RootPlusDiagonal, at: At) -> Outputs:
     if isinstance(precision.rows, HeldRows):
         return push.dispatch(object)(precision, at)
+    return by_ranges(precision, at)
+
+
+def by_ranges(precision: Any, at: At) -> Outputs:
+    """The outputs by ranges of parameters, for a precision whose `covariance` takes rows by ranges."""
     f = at.tangent(at.x)
     if at.joint:
         at.check_joint(f)

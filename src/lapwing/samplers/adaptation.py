@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lapwing import given
 from lapwing.errors import InvalidValue, NotConverged
+from lapwing.samplers.streams import Streams
 
 GAMMA, T0, KAPPA = 0.05, 10.0, 0.75  # of dual averaging, as in Stan
 WINDOWS = (0.1, 0.2, 0.45, 0.9)  # shares of the warm-up: where the first window begins, and where each of three ends
@@ -65,10 +66,11 @@ class Adaptation:
             "scatter": torch.zeros(d, dtype=torch.float64, device=q.device),
         }
 
-    def update(self, state: State, stage: Stage, acceptance: Tensor, q: Tensor, method: str) -> State:
-        """After a transition in the warm-up, to q (k, d) with the acceptances (k,)."""
+    def update(self, state: State, stage: Stage, acceptance: Tensor, q: Tensor, method: str, streams: Streams) -> State:
+        """After a transition in the warm-up, to q (k, d) with the acceptances (k,), with those of other ranks."""
         if self.step is not None or not stage.warming:
             return state
+        acceptance, q = streams.of_all(acceptance, q)
         state = self._averaged(state, float(acceptance.mean()))
         begin, *ends = (int(share * stage.warmup) for share in WINDOWS)
         if stage.warmup >= FEW and begin <= stage.t < ends[-1]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import given
+from lapwing.arguments import as_ranks
 from lapwing.samplers.adaptation import Adaptation, Stage, State
 from lapwing.samplers.metropolis import accept_probability
 from lapwing.samplers.streams import Streams
@@ -90,7 +91,7 @@ class Hmc:
         row, value = taken.unsqueeze(1), torch.where(taken, end.log_density, at.log_density)
         moved = {"q": torch.where(row, end.q, q), "gradient": torch.where(row, end.gradient, at.gradient)}
         state = {**state, **moved, "log_density": value}
-        state = self.adaptation.update(state, stage, acceptance, state["q"], self.name)
+        state = self.adaptation.update(state, stage, acceptance, state["q"], self.name, streams)
         divergent = ~(after - before <= DIVERGED)
         energy = torch.where(taken, after, before)
         return state, {"acceptance": acceptance, "energy": energy, "divergent": divergent, "log_density": value}
@@ -116,6 +117,7 @@ def hmc(
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
+    process_group: Any = None,
 ) -> Fitted:
     """The posterior of a network's weights by Hamiltonian Monte Carlo, all chains at once.
 
@@ -125,7 +127,11 @@ def hmc(
     temperature: T of p(D, θ)^{1/T}. step: ε, which is then not adapted, nor are masses. start: the "trained" weights
     for every chain, draws of the "prior" (R-hat is a test of chains that begin apart), or weights (chains, p).
     checkpoint: a file that is written after `every` (100) transitions; a call that finds it goes on to the same bits.
+    process_group: "world" or a torch.distributed group, each process of which calls this with the same arguments and
+    all the data: it walks a share of the chains, and has the draws of all of them in the end.
     """
-    target = targeted(model, data, likelihood, prior, temperature, subset, forward)
-    kernel, plan = Hmc(leapfrog, step), Plan(chains, draws, warmup, thin)
-    return walked(target, kernel, plan, start, generator, progress, checkpoint, every)
+    ranks = as_ranks(process_group)
+    with ranks.sharing_errors("reading the arguments"):
+        target = targeted(model, data, likelihood, prior, temperature, subset, forward)
+        kernel, plan = Hmc(leapfrog, step), Plan(chains, draws, warmup, thin)
+    return walked(target, kernel, plan, start, generator, progress, checkpoint, every, ranks)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lapwing.arguments import as_ranks
 from lapwing.samplers.adaptation import Stage, State, check_step
 from lapwing.samplers.streams import Streams
 from lapwing.samplers.target import Target, targeted
@@ -63,9 +64,12 @@ def langevin(
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
+    process_group: Any = None,
 ) -> Fitted:
     """The posterior by unadjusted Langevin steps, one gradient over all data each. step: ε, which nothing adapts: halve
     it until predictions stay as they are; the other arguments are those of `hmc`."""
-    target = targeted(model, data, likelihood, prior, temperature, subset, forward)
-    kernel, plan = Langevin(step), Plan(chains, draws, warmup, thin)
-    return walked(target, kernel, plan, start, generator, progress, checkpoint, every)
+    ranks = as_ranks(process_group)
+    with ranks.sharing_errors("reading the arguments"):
+        target = targeted(model, data, likelihood, prior, temperature, subset, forward)
+        kernel, plan = Langevin(step), Plan(chains, draws, warmup, thin)
+    return walked(target, kernel, plan, start, generator, progress, checkpoint, every, ranks)

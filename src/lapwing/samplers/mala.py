@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lapwing.arguments import as_ranks
 from lapwing.samplers.adaptation import Adaptation, Stage, State
 from lapwing.samplers.metropolis import accept_probability
 from lapwing.samplers.streams import Streams
@@ -59,7 +60,7 @@ class Mala:
         row = taken.unsqueeze(1)
         q, here, g = torch.where(row, new, q), torch.where(taken, there, here), torch.where(row, slope, g)
         state = {**state, "q": q, "log_density": here, "gradient": g}
-        return self.adaptation.update(state, stage, acceptance, q, self.name), {
+        return self.adaptation.update(state, stage, acceptance, q, self.name, streams), {
             "acceptance": acceptance,
             "log_density": here,
         }
@@ -84,9 +85,12 @@ def mala(
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
+    process_group: Any = None,
 ) -> Fitted:
     """The posterior by adjusted Langevin steps, one gradient over all data each. step: ε, which is then not adapted;
     the other arguments are those of `hmc`."""
-    target = targeted(model, data, likelihood, prior, temperature, subset, forward)
-    kernel, plan = Mala(step), Plan(chains, draws, warmup, thin)
-    return walked(target, kernel, plan, start, generator, progress, checkpoint, every)
+    ranks = as_ranks(process_group)
+    with ranks.sharing_errors("reading the arguments"):
+        target = targeted(model, data, likelihood, prior, temperature, subset, forward)
+        kernel, plan = Mala(step), Plan(chains, draws, warmup, thin)
+    return walked(target, kernel, plan, start, generator, progress, checkpoint, every, ranks)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lapwing.arguments import as_ranks
 from lapwing.samplers.adaptation import Adaptation, Stage, State
 from lapwing.samplers.streams import Streams
 from lapwing.samplers.target import Target, targeted
@@ -53,7 +54,7 @@ class Metropolis:
         taken = streams.uniform() < acceptance
         q, here = torch.where(taken.unsqueeze(1), new, q), torch.where(taken, there, here)
         by = self.share(target) if target.joint.prior.discrete else self.adaptation
-        state = by.update({**state, "q": q, "log_density": here}, stage, acceptance, q, self.name)
+        state = by.update({**state, "q": q, "log_density": here}, stage, acceptance, q, self.name, streams)
         return state, {"acceptance": acceptance, "log_density": here}
 
     def proposal(self, target: Target, q: Tensor, state: State, streams: Streams) -> Tensor:
@@ -93,9 +94,12 @@ def metropolis(
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
+    process_group: Any = None,
 ) -> Fitted:
     """The posterior by random-walk Metropolis: no gradient, one pass over the data a step. For few weights, or binary
     ones. step: ε, which is then not adapted; the other arguments are those of `hmc`."""
-    target = targeted(model, data, likelihood, prior, temperature, subset, forward)
-    kernel, plan = Metropolis(step), Plan(chains, draws, warmup, thin)
-    return walked(target, kernel, plan, start, generator, progress, checkpoint, every)
+    ranks = as_ranks(process_group)
+    with ranks.sharing_errors("reading the arguments"):
+        target = targeted(model, data, likelihood, prior, temperature, subset, forward)
+        kernel, plan = Metropolis(step), Plan(chains, draws, warmup, thin)
+    return walked(target, kernel, plan, start, generator, progress, checkpoint, every, ranks)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import given
+from lapwing.arguments import as_ranks
 from lapwing.errors import InvalidValue
 from lapwing.samplers.adaptation import Stage, State
 from lapwing.samplers.minibatch import Minibatch
@@ -78,10 +79,13 @@ def sghmc(
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
+    process_group: Any = None,
 ) -> Fitted:
     """The posterior by steps with momentum and minibatches. friction: a, 1 minus the momentum; the other arguments are
     those of `sgld`."""
-    target = targeted(model, data, likelihood, prior, temperature, subset, forward)
-    kernel = Sghmc(Minibatch(step, batch, cycles is not None, rmsprop), friction)
-    plan = Plan(chains, draws, warmup, thin, 1 if cycles is None else cycles)
-    return walked(target, kernel, plan, start, generator, progress, checkpoint, every)
+    ranks = as_ranks(process_group)
+    with ranks.sharing_errors("reading the arguments"):
+        target = targeted(model, data, likelihood, prior, temperature, subset, forward)
+        kernel = Sghmc(Minibatch(step, batch, cycles is not None, rmsprop), friction)
+        plan = Plan(chains, draws, warmup, thin, 1 if cycles is None else cycles)
+    return walked(target, kernel, plan, start, generator, progress, checkpoint, every, ranks)

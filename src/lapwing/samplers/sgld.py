@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lapwing.arguments import as_ranks
 from lapwing.samplers.adaptation import Stage, State
 from lapwing.samplers.minibatch import Minibatch
 from lapwing.samplers.streams import Streams
@@ -68,6 +69,7 @@ def sgld(
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
+    process_group: Any = None,
 ) -> Fitted:
     """The posterior by Langevin steps with minibatches.
 
@@ -75,7 +77,9 @@ def sgld(
     1/n where data say much). batch: examples a step, of each chain. cycles: cosine cycles of the step size, each with
     its part of warm-up and draws. rmsprop: the decay α of the preconditioner, such as 0.99; ε is then in its unit. The
     other arguments are those of `hmc`; a draw is the last of `thin` steps."""
-    target = targeted(model, data, likelihood, prior, temperature, subset, forward)
-    kernel = Sgld(Minibatch(step, batch, cycles is not None, rmsprop))
-    plan = Plan(chains, draws, warmup, thin, 1 if cycles is None else cycles)
-    return walked(target, kernel, plan, start, generator, progress, checkpoint, every)
+    ranks = as_ranks(process_group)
+    with ranks.sharing_errors("reading the arguments"):
+        target = targeted(model, data, likelihood, prior, temperature, subset, forward)
+        kernel = Sgld(Minibatch(step, batch, cycles is not None, rmsprop))
+        plan = Plan(chains, draws, warmup, thin, 1 if cycles is None else cycles)
+    return walked(target, kernel, plan, start, generator, progress, checkpoint, every, ranks)

@@ -1,4 +1,5 @@
-"""Random numbers of many chains, a generator for each, so that a chain is the same whatever company it has."""
+"""Random numbers of many chains, a generator for each, so that a chain is the same whatever company it has: here, or
+on other ranks."""
 
 from __future__ import annotations
 
@@ -7,19 +8,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.distributed import ALONE, Ranks
+
 
 @dataclass(frozen=True)
 class Streams:
-    """One generator a chain; numbers are float64, (k, ...), on one device."""
+    """One generator a chain; numbers are float64, (k, ...), on one device. `ranks` have the other chains."""
 
     generators: tuple[torch.Generator, ...]
     device: torch.device
+    ranks: Ranks = ALONE
 
     @staticmethod
-    def of(generator: torch.Generator, chains: int, device: torch.device) -> Streams:
-        """Seeded by a generator, which moves on."""
+    def of(generator: torch.Generator, chains: int, device: torch.device, ranks: Ranks = ALONE) -> Streams:
+        """Seeded by a generator, which moves on; of this rank's share of the chains."""
         seeds = torch.randint(2**62, (chains,), generator=generator, device=generator.device).tolist()
-        return Streams(tuple(torch.Generator().manual_seed(seed) for seed in seeds), device)
+        mine = seeds[ranks.share(chains)]
+        return Streams(tuple(torch.Generator().manual_seed(seed) for seed in mine), device, ranks)
+
+    def of_all(self, acceptance: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """What the chains of all ranks have: acceptances (k,) and places (k, d)."""
+        if self.ranks.alone:
+            return acceptance, q
+        both = self.ranks.whole(torch.cat([acceptance.to(q).unsqueeze(1), q], 1), "the warm-up of chains")
+        return both[:, 0].contiguous(), both[:, 1:].contiguous()
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal numbers."""

@@ -4,7 +4,8 @@
     state, told = kernel.step(target, state, streams, stage)    one transition; told {name: (k,)} of each chain
 
 A walk is warm-up and then draws, or `cycles` of both in turn. A chain whose place is no longer finite has diverged: it
-stops, is named, and keeps the draws that it has. Shapes: k chains, d coordinates, s draws in all.
+stops, is named, and keeps the draws that it has. Ranks walk a share of the chains each: seeds are a chain's own, the
+warm-up learns from all of them, and their draws are gathered. Shapes: k chains, d coordinates, s draws in all.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from tqdm.auto import tqdm
 
 from lapwing import given
 from lapwing.arguments import as_start
+from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue, NotConverged, Unsupported, warn
 from lapwing.likelihoods import Several
 from lapwing.posterior import Chains
 from lapwing.samplers.adaptation import Stage, State
-from lapwing.samplers.journal import WalkJournal, opened
+from lapwing.samplers.journal import WalkJournal, identity, opened
 from lapwing.samplers.streams import Streams
 from lapwing.samplers.target import Target
 from lapwing.shell import Fitted
+
+SAME = "Call with the same network, data and arguments on every rank, and with generators in the same state"
 
 
 class TransitionKernel(Protocol):
@@ -88,8 +92,24 @@ def walked(
     progress: bool,
     checkpoint: str | os.PathLike[str] | None,
     every: int | None,
+    ranks: Ranks,
 ) -> Fitted:
     """The posterior that a kernel's chains find."""
+    with ranks.sharing_errors("the chains"):
+        return _walked(target, kernel, plan, start, generator, progress, checkpoint, every, ranks)
+
+
+def _walked(
+    target: Target,
+    kernel: TransitionKernel,
+    plan: Plan,
+    start: Any,
+    generator: torch.Generator | None,
+    progress: bool,
+    checkpoint: str | os.PathLike[str] | None,
+    every: int | None,
+    ranks: Ranks,
+) -> Fitted:
     prior, tangent = target.joint.prior, target.joint.tangent
     if prior.discrete and not kernel.discrete:
         raise Unsupported(
@@ -97,12 +117,27 @@ def walked(
             "lw.samplers.metropolis, which flips them"
         )
     generator = given.generator(generator)
+    if not ranks.alone:
+        _check_ranks(ranks, plan.chains, checkpoint)
+        with ranks.sharing_errors("reading the data"):
+            known = identity(target, kernel, plan, generator, start)
+        ranks.agree({what: str(value) for what, value in known.items()}, SAME)
     with opened(target, kernel, plan, generator, start, checkpoint, every) as journal, target.running():
-        streams = Streams.of(generator, plan.chains, tangent.device)
+        streams = Streams.of(generator, plan.chains, tangent.device, ranks)
         q = target.start(as_start(start, tangent, prior, plan.chains, generator))
         found = Walk(target, kernel, plan, streams, journal)
-        found.run(q, progress)
+        found.run(q[ranks.share(plan.chains)], progress and ranks.rank == 0)
         return found.fitted()
+
+
+def _check_ranks(ranks: Ranks, chains: int, checkpoint: Any) -> None:
+    if chains < ranks.size:
+        raise InvalidValue(f"chains={chains} for {ranks.size} ranks; give a chain at least to each")
+    if checkpoint is not None:
+        raise Unsupported(
+            "checkpoint= is of one process, and process_group= spreads the chains over several; leave either away, or "
+            "walk fewer chains at a time and join them by lw.mixture"
+        )
 
 
 @dataclass
@@ -133,8 +168,8 @@ class Walk:
                 self.kept.append(self.state["q"])
                 self.lengths += fine
                 self._tell(told)
-            if not bool(fine.any()):
-                break
+            if self.streams.ranks.alone and not bool(fine.any()):
+                break  # with others, in whose warm-up every rank takes part, it goes on in step
             if self.journal is not None:
                 self.journal.wrote(t + 1, self)
 
@@ -148,8 +183,8 @@ class Walk:
         if not bool(torch.isfinite(value).all()):
             bad = int((~torch.isfinite(value)).nonzero()[0])
             raise InvalidValue(
-                f"chain {bad + 1} starts where log p(D, θ) is {float(value[bad])}; give start= weights at which it is "
-                "finite, and check inputs and targets"
+                f"chain {self._number(bad)} starts where log p(D, θ) is {float(value[bad])}; give start= weights at "
+                "which it is finite, and check inputs and targets"
             )
         self.state = self.kernel.begin(self.target, q)
 
@@ -159,6 +194,10 @@ class Walk:
             tqdm(steps, self.kernel.name, self.plan.steps, initial=self.first, disable=not progress, leave=False)
         )
 
+    def _number(self, chain: int) -> int:
+        """What a chain is called, from 1 on, over all ranks."""
+        return self.streams.ranks.share(self.plan.chains).start + chain + 1
+
     def _tell(self, told: State) -> None:
         for name, value in told.items():
             self.told.setdefault(name, []).append(value)
@@ -166,19 +205,22 @@ class Walk:
     def _name_diverged(self, t: int, which: Tensor) -> None:
         for chain in which.nonzero().flatten().tolist():
             warn(
-                f"chain {chain + 1} of {self.kernel.name} diverged in step {t + 1} of {self.plan.steps}: its weights "
-                f"are not finite; it is stopped, and its {int(self.lengths[chain])} draws so far are kept; take a "
-                "smaller step",
+                f"chain {self._number(chain)} of {self.kernel.name} diverged in step {t + 1} of {self.plan.steps}: its "
+                f"weights are not finite; it is stopped, and its {int(self.lengths[chain])} draws so far are kept; "
+                "take a smaller step",
             )
 
     def fitted(self) -> Fitted:
         """What was found, as a network with a posterior."""
-        if not int(self.lengths.sum()):
+        ranks, mine = self.streams.ranks, tuple(self.lengths.tolist())
+        lengths = tuple(ranks.whole(self.lengths, "the lengths of chains").tolist())
+        if not sum(lengths):
             raise NotConverged(f"every chain of {self.kernel.name} diverged before its first draw; take a smaller step")
-        lengths = tuple(self.lengths.tolist())
-        told = {name: _in_order(values, lengths) for name, values in self.told.items()}
+        own = {"q": _in_order(self.kept, mine), "told": {k: _in_order(v, mine) for k, v in self.told.items()}}
+        found = ranks.joined([own], "the draws of chains")
+        told = {name: torch.cat([one["told"][name] for one in found]) for name in self.told}
         with torch.no_grad():
-            weights, scales, values = self.target.named(_in_order(self.kept, lengths))
+            weights, scales, values = self.target.named(torch.cat([one["q"] for one in found]))
         joint = self.target.joint
         chains = Chains(joint.tangent, weights, None, tuple(n for n in lengths if n), told, {**scales, **values})
         likelihood = Several(joint.likelihood, values) if values else None

@@ -66,9 +66,9 @@ def _density(law: Laws, prior: Prior, seed: int) -> None:
     for v in many:
         with law("the Gaussian of quadratic has the gradient of log_prob: A v − A m = −∇ log p(v)"):
             a, shifted = prior.quadratic(v)
-            close(a.dense() * v - shifted, -grad(lambda v: _at(prior, v))(v))
-        with law("A of quadratic is positive, one number a weight"):
-            each = prior.quadratic(v)[0].dense()
+            close(linalg.mv(a, v) - shifted, -grad(lambda v: _at(prior, v))(v))
+        with law("the diagonal of A is positive, one number a weight"):
+            each = linalg.diagonal(prior.quadratic(v)[0])
             assert each.shape == v.shape, f"shape {tuple(each.shape)}, not {tuple(v.shape)}"
             assert bool((each > 0).all()), f"its least is {float(each.min()):.6g}"
         if prior.gaussian:
@@ -87,7 +87,7 @@ def _hyperparameters(law: Laws, prior: Prior, seed: int) -> None:
 
         def both(*values: Tensor) -> tuple[Tensor, Tensor]:
             moved = prior.moved(dict(zip(names, values, strict=True)))
-            return _at(moved, v), moved.quadratic(v)[0].dense()
+            return _at(moved, v), linalg.to_dense(moved.quadratic(v)[0])
 
         if values:  # a prior may have none
             torch.autograd.gradcheck(both, values, eps=1e-6, atol=1e-6, rtol=1e-5)
@@ -147,7 +147,7 @@ def _evidence(law: Laws, prior: Prior, bound: Prior, model: nn.Module, x: Tensor
     J = rows(outputs.reshape(-1), model)
     la = laplace(model, (x, y), Gaussian(NOISE), structure="full", prior=prior)
     with law("the evidence of a fit is that of dense algebra"):
-        precision = J.mT @ J / NOISE**2 + bound.quadratic(theta)[0].dense().diag()
+        precision = J.mT @ J / NOISE**2 + linalg.to_dense(bound.quadratic(theta)[0])
         fit = -0.5 * ((y - outputs.detach()) / NOISE).square().sum() - y.numel() * math.log(NOISE)
         constants = 0.5 * (len(theta) - y.numel()) * math.log(2 * math.pi)
         expected = fit + constants + _at(bound, theta) - 0.5 * torch.logdet(precision)

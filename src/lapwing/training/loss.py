@@ -21,7 +21,7 @@ from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.data import dropped
 from lapwing.errors import InvalidValue, NetworkFailed, Unsupported
 from lapwing.likelihoods import Likelihood
-from lapwing.priors import Gaussian
+from lapwing.priors import Gaussian, check_independent
 from lapwing.tangent import linearize
 from lapwing.tree import Layout
 
@@ -104,6 +104,7 @@ def begin(
             f"training under the evidence needs a Gaussian prior, and {type(bound).__name__} is none; train on "
             "-prior.log_prob(weights) of your own, then fit with lw.laplace and tune there"
         )
+    check_independent(bound, "training under the evidence")
     unknown = [name for name in fixed if name not in {**bound.hyperparameters, **known.hyperparameters}]
     if unknown:
         names = [*bound.hyperparameters, *known.hyperparameters]

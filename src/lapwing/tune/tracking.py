@@ -18,7 +18,7 @@ from lapwing.center import Center, Jacobian, check_gaussian, stretched, tangent_
 from lapwing.curvature import State
 from lapwing.evidence import decompose
 from lapwing.likelihoods import Likelihood, polarization
-from lapwing.operators import linalg
+from lapwing.operators import linalg, plus
 from lapwing.posterior import curvature
 from lapwing.priors import Gaussian, Prior
 from lapwing.tune.bounds import EDGE, Box, Tuning
@@ -93,9 +93,9 @@ class Tracker:
         if likelihood.paired:
             now, then = (polarization.matrix_of(weights).diagonal() for weights in (now, then))
         ratio = (now / then).mean()
-        gradient = ratio * last.pulled - a.dense() * (last.vector - prior.mean_vector())
+        gradient = ratio * last.pulled - linalg.mv(a, last.vector - prior.mean_vector())
         structure = stretched(curvature(self.state, likelihood), last.stretch)
-        away = linalg.solve(linalg.shift(structure, a), gradient)
+        away = linalg.solve(plus(structure, a), gradient)
         return replace(last, vector=last.vector + away)
 
     def found(self) -> Center:

@@ -21,11 +21,12 @@ from tqdm.auto import tqdm
 
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
 from lapwing.errors import NotConverged
+from lapwing.operators import linalg
 from lapwing.samplers.target import Target
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tree import map_tensors
-from lapwing.variational.factors import Factor, MeanField, held
+from lapwing.variational.factors import Approximation, MeanField, held
 from lapwing.variational.noise import adding, hooked, noisy_layers
 
 AVERAGED = 0.25  # of the steps, the last
@@ -36,13 +37,13 @@ class Objective:
     """L of a q, by noise in layers where `layers` has them."""
 
     target: Target
-    q: Factor
+    q: Approximation
     batch: int
     layers: dict[str, Any]
     closed: bool  # the KL in closed form
 
     @staticmethod
-    def of(target: Target, q: Factor, batch: int, local: bool, closed: bool) -> Objective:
+    def of(target: Target, q: Approximation, batch: int, local: bool, closed: bool) -> Objective:
         """With noise in layers, if asked for and q allows it."""
         examples, tangent = target.examples, target.joint.tangent
         layers = {}
@@ -82,7 +83,7 @@ class Objective:
         """KL(q ‖ p^{1/T}) up to a constant, in closed form or at a draw."""
         prior, t = self.target.joint.prior, self.target.temperature
         if self.closed:
-            a = prior.quadratic(self.q.mean.detach())[0].dense().detach()
+            a = linalg.diagonal(prior.quadratic(self.q.mean.detach())[0]).detach()
             expected = prior.log_density(self.q.mean) - 0.5 * (a * self.q.variance()).sum()
             return -expected / t - self.q.entropy()
         log_q = held(self.q).log_q(theta.unsqueeze(0))[0] if self.q.normal else -self.q.entropy()

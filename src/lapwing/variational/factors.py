@@ -1,8 +1,8 @@
 """What q may be, of p weights with the mean μ. Draws are θ = μ + (spread)·ε: gradients pass through them.
 
-    MeanField   θ = μ + s ε             ε_i = F⁻¹(u_i) of any family; H = Σ log s + const
-    Full        θ_l = μ_l + L_l ε_l      a Cholesky factor for each layer l; H = Σ log diag L + const
-    LowRank     θ_l = μ_l + s_l ε + R_l z,  R_l (m, k):   Σ_l = diag s² + R Rᵀ
+    MeanField       θ = μ + s ε                       ε_i = F⁻¹(u_i) of any family; H = Σ log s + const
+    FullLayers      θ_l = μ_l + L_l ε_l               a Cholesky factor for each layer l; H = Σ log diag L + const
+    LowRankLayers   θ_l = μ_l + s_l (ε_l + R_l z_l)   R_l (m, k):  Σ_l = s_l (I + R_l R_lᵀ) s_l
 
 `log_q` is the density of a draw, `entropy` what of H moves, `variance` diag Σ (p,).
 """
@@ -68,7 +68,7 @@ class Family:
         return self.inverse_cdf(u.clamp(1e-12, 1 - 1e-12)).to(like)
 
 
-class Factor(Protocol):
+class Approximation(Protocol):
     """A family of q under way; `parameters` are what climbs."""
 
     mean: Tensor  # (p,)
@@ -125,7 +125,7 @@ class MeanField:
         return (self.family.log_density(e) - self.log_deviation).sum(1)
 
 
-class Full:
+class FullLayers:
     """A covariance for each layer."""
 
     normal: ClassVar[bool] = True
@@ -175,7 +175,7 @@ class Full:
         return -(0.5 * e.square() + HALF_LOG_2PI).sum(1) - self.entropy()
 
 
-class LowRank:
+class LowRankLayers:
     """A diagonal and a few directions for each layer."""
 
     normal: ClassVar[bool] = True
@@ -221,7 +221,7 @@ class LowRank:
         return total
 
 
-def held(q: Factor) -> Factor:
+def held(q: Approximation) -> Approximation:
     """q at the parameters that it has now: its density, as a function of a draw alone."""
     other = copy.copy(q)
     for name, value in vars(q).items():

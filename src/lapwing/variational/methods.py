@@ -17,8 +17,9 @@ from lapwing.operators import linalg
 from lapwing.posterior.gaussian import Gaussian
 from lapwing.samplers.target import Target, targeted
 from lapwing.shell import Fitted, Shell
+from lapwing.tree import layer_of
 from lapwing.variational.climb import Objective, climbed
-from lapwing.variational.factors import Factor, Family, Full, LowRank, MeanField
+from lapwing.variational.factors import Approximation, Family, FullLayers, LowRankLayers, MeanField
 from lapwing.variational.posterior import Variational
 
 SMALL = 0.01  # the deviation of each weight to start with
@@ -88,7 +89,8 @@ def layerwise(
     generator = given.generator(generator)
     mean, deviation = _start(start, target)
     layers = _layers(target)
-    q: Factor = Full(mean, deviation, layers) if rank is None else LowRank(mean, deviation, layers, rank, generator)
+    which = (mean, deviation, layers)
+    q: Approximation = FullLayers(*which) if rank is None else LowRankLayers(*which, rank, generator)
     closed = _closed(kl, target, q, preferred=False)
     made = f"layerwise {'full' if rank is None else f'rank-{rank}'} variational inference"
     return _found(target, q, steps, batch, lr, draws, False, closed, generator, progress, made)
@@ -127,25 +129,25 @@ def _start(start: Any, target: Target) -> tuple[Tensor, Tensor]:
     return posterior.tangent.theta.to(theta), (target.temperature / precision).sqrt()
 
 
-def _closed(kl: Any, target: Target, q: Factor, preferred: bool) -> bool:
+def _closed(kl: Any, target: Target, q: Approximation, preferred: bool) -> bool:
     """Whether to take the KL in closed form."""
     if kl not in ("auto", "closed", "sampled"):
         raise InvalidValue(f"kl is 'auto', 'closed' or 'sampled', got {kl!r}")
-    can = target.joint.prior.gaussian and q.normal
+    prior = target.joint.prior
+    can = prior.gaussian and q.normal and (prior.independent or isinstance(q, MeanField))
     if kl == "closed" and not can:
         raise Unsupported(
-            f"the KL to {target.joint.prior.kind} is closed for a Gaussian prior and a normal q alone; use kl='sampled'"
+            f"the KL to {prior.kind} is closed for a Gaussian prior and a normal q, of which one at least has "
+            "independent weights; use kl='sampled'"
         )
     return kl == "closed" or (kl == "auto" and preferred and can)
 
 
 def _layers(target: Target) -> dict[str, Tensor]:
     """The indices of each layer's weights, {module: (m,)}."""
-    layout = target.joint.tangent.layout
-    index = torch.arange(layout.size, dtype=torch.float64, device=target.joint.tangent.device)
-    found: dict[str, list[Tensor]] = {}
-    for name, i in layout.unflatten(index).items():
-        found.setdefault(name.rpartition(".")[0], []).append(i.flatten().long())
+    device, found = target.joint.tangent.device, dict[str, list[Tensor]]()
+    for name, s in target.joint.tangent.layout.slices().items():
+        found.setdefault(layer_of(name), []).append(torch.arange(s.start, s.stop, device=device))
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
@@ -153,7 +155,7 @@ def _layers(target: Target) -> dict[str, Tensor]:
 @torch.enable_grad()
 def _found(
     target: Target,
-    q: Factor,
+    q: Approximation,
     steps: int,
     batch: int,
     lr: float,
