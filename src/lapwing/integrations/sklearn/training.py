@@ -10,17 +10,23 @@ x (n, d); y (n,) labels or (n, c) numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lapwing.api import Laplace, laplace
+from lapwing.arguments import SMALL
+from lapwing.errors import LapwingWarning
 from lapwing.selection import Comparison, compare
 from lapwing.training import OnlineEvidence
 
-EVERY, PATIENCE = 50, 4  # steps an update of the hyperparameters; updates without a higher evidence
+EVERY, PATIENCE = 100, 2  # steps an update of the hyperparameters; updates without a higher evidence
+LIKELIHOODS = {"classification": "categorical", "regression": "gaussian"}
+PRIORS: dict[str, Any] = {"classification": "layerwise", "regression": 1.0}  # of the evidence that is compared
 BATCH, RATE = 512, 0.01  # examples a step; Adam's learning rate to start with, which falls to 0
 
 
@@ -35,12 +41,14 @@ class Chosen:
 
 def chosen(networks: Mapping[str, nn.Module], x: Tensor, y: Tensor, task: str, steps: int, seed: int) -> Chosen:
     """Train each of the named networks, in place, and take that of the highest evidence of y."""
-    likelihood = {"classification": "categorical", "regression": "gaussian"}[task]
-    online = {name: trained(net, x, y, likelihood, steps, seed) for name, net in networks.items()}
-    comparison = compare({name: judged(one, task) for name, one in online.items()})
+    structure = affordable([*networks.values()], y.numel() * (1 if task == "regression" else 1 + int(y.max())))
+    with warnings.catch_warnings():  # of precisions at a bound, in networks that are perhaps not taken
+        warnings.simplefilter("ignore", LapwingWarning)
+        online = {name: trained(net, x, y, LIKELIHOODS[task], steps, seed) for name, net in networks.items()}
+        comparison = compare({name: judged(one, PRIORS[task], structure) for name, one in online.items()})
     best = online[comparison.best.name]
     fit = laplace(best.model, (x, y), task).tuned()
-    return Chosen(fit, comparison, EVERY * best.restore().epoch)
+    return Chosen(fit, comparison, steps_of(best, steps))
 
 
 @torch.inference_mode(False)
@@ -75,8 +83,18 @@ def finished(online: OnlineEvidence) -> bool:
     return online.best is not None and online.epoch - online.best.epoch >= PATIENCE
 
 
-def judged(online: OnlineEvidence, task: str) -> Laplace:
-    """The fit whose evidence is compared."""
-    if task == "classification":
-        return online.laplace()
-    return laplace(online.model, online.data, online.likelihood).tuned()
+def steps_of(online: OnlineEvidence, most: int) -> int:
+    """How many steps led to the weights of the highest evidence."""
+    return min(most, EVERY * online.restore().epoch)
+
+
+def judged(online: OnlineEvidence, prior: Any, structure: str) -> Laplace:
+    """The fit whose evidence is compared: at the mode of its tangent model, with the exact curvature where that is
+    affordable. That of the training has Kronecker factors at the weights, which favor small networks."""
+    return laplace(online.model, online.data, online.likelihood, prior=prior, structure=structure).tuned()
+
+
+def affordable(networks: Sequence[nn.Module], outputs: int) -> str:
+    """The structure of all, by the largest network, so that evidences are of one kind. outputs: of all examples."""
+    weights = max(sum(p.numel() for p in net.parameters()) for net in networks)
+    return "full" if min(weights, outputs) <= SMALL else "kron"
