@@ -90,11 +90,13 @@ class LaplaceClassifier(ClassifierMixin, _Network):
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class of each input, (n,)."""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        found = self.predict_proba(X).argmax(1)  # first: it says where nothing is fitted
+        return self.classes_[found]
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Labels drawn from the predictive distribution of all inputs together, (n, n_samples)."""
-        return self.classes_[self._sample(X, n_samples, random_state)].T
+        drawn = self._sample(X, n_samples, random_state)
+        return self.classes_[drawn].T
 
 
 class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Network):
@@ -126,8 +128,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Network):
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Draws of y at all inputs together, noise included, (n, n_samples) or (n, c, n_samples)."""
-        drawn = self._sample(X, n_samples, random_state) * self.y_scaler_.scale_ + self.y_scaler_.mean_
-        return np.moveaxis(self._shaped(drawn), 0, -1)
+        drawn = self._sample(X, n_samples, random_state)
+        return np.moveaxis(self._shaped(drawn * self.y_scaler_.scale_ + self.y_scaler_.mean_), 0, -1)
 
     def _shaped(self, y: np.ndarray) -> np.ndarray:
         """Targets (..., c) as those of the fit were."""

@@ -48,6 +48,7 @@ def chosen(networks: Mapping[str, nn.Module], x: Tensor, y: Tensor, task: str, s
         comparison = compare({name: judged(one, PRIORS[task], structure) for name, one in online.items()})
     best = online[comparison.best.name]
     fit = laplace(best.model, (x, y), task).tuned()
+    fit.state.memo.clear()  # the Jacobian of all data, which would go into every pickle
     return Chosen(fit, comparison, steps_of(best, steps))
 
 
