@@ -10,9 +10,9 @@
     linear         StandardScaler and LogisticRegression, or BayesianRidge for each output
 
 A fifth of the data is tested on; a seed is a split (stratified for classes), and the start of every network. Regressors
-are scored as N(mean, std²) of each output: Lapwing's and BayesianRidge's by their own `return_std`; MLPRegressor's std is
-that of its residuals on a held-out tenth of its training data, with targets standardized for it. Probabilities of 0 count
-as 1e-15. Each row goes to a journal when it is done, and a run goes on from there. Writes
+are scored as N(mean, std²) of each output, summed: Lapwing's and BayesianRidge's by their own `return_std`. The std of
+MLPRegressor is that of its residuals on a held-out tenth of its training data, with targets standardized for it.
+Probabilities of 0 count as 1e-15. Each row goes to a journal when it is done, and a run goes on from there. Writes
 `results/sklearn_estimators.json` and the tables of `docs/studies/sklearn_estimators.md`.
 """
 
@@ -43,7 +43,7 @@ from lapwing.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
-from _common import machine, versions  # isort: skip
+from _common import machine, versions  # noqa: E402  isort: skip
 
 NAME = "sklearn_estimators"
 RESULTS, PAGE = HERE / "results" / f"{NAME}.json", HERE.parent / "docs" / "studies" / f"{NAME}.md"
@@ -162,7 +162,10 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
                                   strict=True) if a > b]  # fmt: skip
     out += ["", f"Splits in which a network of scikit-learn is better: {', '.join(lost) or 'none'}.", ""]
     out += ["Accuracy; for numbers, root mean square error in standard deviations of the targets.", ""]
-    out += [line(("set", *METHODS, "chosen", "lapwing, CPU seconds", "sklearn", "sklearn, long")), "|---" + "|--:" * 8 + "|"]
+    out += [
+        line(("set", *METHODS, "chosen", "lapwing, CPU seconds", "sklearn", "sklearn, long")),
+        "|---" + "|--:" * 8 + "|",
+    ]
     for name in (*CLASSES, *NUMBERS):
         took = of(name, "lapwing", "network")
         told = ", ".join(f"{n} ({took.count(n)})" for n in sorted(set(took)))

@@ -8,7 +8,7 @@ Shapes: X (n, d), a matrix, a frame or a sparse matrix; y (n,), or (n, c) number
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class _Network(BaseEstimator):
         networks = networks_of(self.network, X.shape[1], outputs, seed)
         found = chosen(networks, self._inputs(X), torch.as_tensor(y), task, steps, seed)
         self.laplace_, self.comparison_, self.n_iter_ = found.fit, found.comparison, found.steps
-        self.log_evidence_ = found.comparison.best.log_evidence
+        self.log_evidence_ = cast(float, found.comparison.best.log_evidence)
 
     def _inputs(self, X: Any) -> Tensor:
         return torch.as_tensor(self.x_scaler_.transform(_dense(X)))
@@ -80,7 +80,7 @@ class LaplaceClassifier(ClassifierMixin, _Network):
         check_classification_targets(y)
         self.classes_, labels = np.unique(column_or_1d(y, warn=True), return_inverse=True)
         if len(self.classes_) < 2:
-            raise InvalidValue(f"LaplaceClassifier needs labels of at least 2 classes, got 1 class: {self.classes_[0]!r}")
+            raise InvalidValue(f"a classifier needs labels of 2 classes or more, got 1 class: {self.classes_[0]!r}")
         self._fit(X, labels, "classification", len(self.classes_))
         return self
 
@@ -106,8 +106,8 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Network):
     (50, 50), a torch module, a copy of which is trained on, or a function (n_features, n_outputs) -> module.
     max_iter: the most steps of training. random_state: where weights start, and what a step sees.
 
-    Fitted: `log_evidence_` of y, in its units; `comparison_` of the networks, and `laplace_` the fit itself, of inputs and
-    targets as `x_scaler_` and `y_scaler_` give them; `n_iter_` the steps that the network was trained for,
+    Fitted: `log_evidence_` of y, in its units; `comparison_` of the networks, and `laplace_` the fit itself, of inputs
+    and targets as `x_scaler_` and `y_scaler_` give them; `n_iter_` the steps that the network was trained for,
     `n_features_in_`."""
 
     def fit(self, X: Any, y: Any) -> LaplaceRegressor:

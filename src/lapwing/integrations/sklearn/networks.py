@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,9 +37,8 @@ def networks_of(network: Any, inputs: int, outputs: int, seed: int) -> dict[str,
 
 def perceptron(inputs: int, widths: Sequence[int], outputs: int) -> nn.Sequential:
     """Hidden layers of these widths, each with tanh behind it, in float64."""
-    sizes, layers = [inputs, *widths], []
-    for before, after in zip(sizes, sizes[1:], strict=False):
-        layers += [nn.Linear(before, after), nn.Tanh()]
+    sizes = [inputs, *widths]
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)).double()
 
 
