@@ -1,6 +1,6 @@
 """A trained network, and the same network with error bars: digits with unknown classes, and a curve with a gap.
 
-    python examples/demo.py --out out/demo
+    python -m lapwing.demo.run --out out/demo
 
 Prints what changes from the trained weights (MAP) to the Laplace posterior, and writes pictures and one page.
 """
@@ -12,15 +12,14 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import demo_data
-import demo_figures
-import demo_page
 import torch
-from demo_metrics import as_text, auroc, classification, regression, table
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import lapwing as lw
+from lapwing.demo import data as demo_data
+from lapwing.demo import figures, page
+from lapwing.demo.metrics import as_text, auroc, classification, regression, table
 
 PRIOR = 1.0  # precision that both networks are trained with, and lapwing's default
 
@@ -175,11 +174,11 @@ def main() -> None:
     results = {"digits": run_digits(args.seed), "wines": run_wines(args.seed)}
     tables = [results["digits"]["table"], results["wines"]["table"], evidence_table(results)]
     with step("Pictures and page"):
-        pictures = demo_figures.draw_all(results, args.out)
-        page = demo_page.write(args.out / "index.html", tables, pictures, results)
+        pictures = figures.draw_all(results, args.out)
+        html = page.write(args.out / "index.html", tables, pictures, results)
     for lines in tables:
         print("\n" + as_text(lines))
-    print(f"\nWrote {', '.join(p.name for p in pictures.values())} and {page} in {time.perf_counter() - start:.0f} s.")
+    print(f"\nWrote {', '.join(p.name for p in pictures.values())} and {html} in {time.perf_counter() - start:.0f} s.")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ matplotlib.use("Agg")  # no display needed
 
 import matplotlib.pyplot as plt
 import torch
-from demo_data import GAP
-from demo_metrics import auroc, reliability
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, MaxNLocator, NullLocator, PercentFormatter
 from sklearn.metrics import roc_curve
 from torch import Tensor
+
+from lapwing.demo.data import GAP
+from lapwing.demo.metrics import auroc, reliability
 
 BLACK, GRAY, BLUE, SKY, VERMILION, ORANGE, GREEN = (
     "#1a1a1a",
