@@ -60,9 +60,15 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any], kind: str = SAVED) -> None:
-    """Write atomically: to a temporary file beside the target, then rename. What killed writers left goes."""
+    """Write tensors and a header atomically: to a temporary file beside the target, then rename. What killed writers
+    left goes."""
+    check_target(path)
+    write_whole(path, _sealed(tensors, header, kind))
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes | bytearray) -> None:
+    """Write these bytes atomically, as `write` does."""
     target = check_target(path)
-    content = _sealed(tensors, header, kind)
     try:
         remove_unfinished(target)
         with _beside(target) as name:
@@ -78,7 +84,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
         ) from error
 
 
-def _put(file: IO[bytes], content: bytearray) -> None:
+def _put(file: IO[bytes], content: bytes | bytearray) -> None:
     file.write(content)
 
 
