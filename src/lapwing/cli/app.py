@@ -26,7 +26,7 @@ class Program(TyperGroup):
             code = super().main(*args, **{**extra, "standalone_mode": False})
         except typer.TyperException as error:
             place = getattr(getattr(error, "ctx", None), "command_path", "lapwing")
-            say("error", f"{error.format_message()} See {place} --help")
+            say("error", f"{error.format_message().rstrip('.')}; see {place} --help")
             code = error.exit_code
         sys.exit(code)
 

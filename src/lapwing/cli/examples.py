@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lapwing import given, tree
+from lapwing.arguments import as_likelihood, as_task
 from lapwing.cli.inputs import attempted, check_file, named, short
 from lapwing.data import TensorBatches, as_batches
 from lapwing.distributed import ALONE, Ranks
@@ -42,13 +44,18 @@ class Source:
         """As options give it."""
         return cls(text, tuple(inputs or ()), tuple(targets or ()))
 
-    def labelled(self, ranks: Ranks = ALONE) -> Any:
-        """Inputs and targets, as `lw.laplace` takes them; of several ranks, the share of this one."""
+    def labelled(self, likelihood: Any, ranks: Ranks = ALONE) -> Any:
+        """Inputs and targets, as `lw.laplace` takes them; of several ranks, the share of this one. likelihood: real
+        values that are whole numbers in a file are real all the same."""
         if self._is_file:
             inputs, targets = self._read()
             if targets is None:
                 raise InvalidValue(f"{self.text} does not say what its targets are; name them by --target")
-            return _shared((inputs, targets), ranks)
+            real = not as_likelihood(as_task(likelihood, 2)).discrete
+            return _shared((inputs, _floating(targets) if real else targets), ranks)
+        return self._loaded(ranks)
+
+    def _loaded(self, ranks: Ranks = ALONE) -> Any:
         loader = named(self.text, "a loader")
         if callable(loader) and len(inspect.signature(loader).parameters) == 2:
             return attempted(lambda: loader(ranks.rank, ranks.size), f"{self.text}()")
@@ -56,8 +63,7 @@ class Source:
 
     def unlabelled(self) -> Any:
         """Inputs alone, as `la.predict` takes them."""
-        data = self._read() if self._is_file else self.labelled()
-        return inputs_of(data)
+        return inputs_of(self._read() if self._is_file else self._loaded())
 
     @property
     def _is_file(self) -> bool:
@@ -93,9 +99,13 @@ class Source:
         frame = _frame(path)
         targets = _present(self.targets, frame.columns, path)
         names = _present(self.inputs, frame.columns, path) or [n for n in frame.columns if n not in targets]
-        inputs = given.array(frame[names])
         one = targets[0] if len(targets) == 1 else targets
-        return inputs if inputs.is_floating_point() else inputs.double(), frame[one] if targets else None
+        return _floating(frame[names]), frame[one] if targets else None
+
+
+def _floating(values: Any) -> Tensor:
+    found = given.array(values)
+    return found if found.is_floating_point() else found.double()
 
 
 def _present(names: Sequence[str], there: Any, path: Path) -> list[str]:

@@ -28,7 +28,7 @@ Checkpoint = Annotated[Path | None, typer.Option(help="a file to stop at and go 
 Every = Annotated[int | None, typer.Option(help="batches between checkpoints (100)", show_default=False)]
 Method = Annotated[str | None, typer.Option(help="mackay, evidence, em or validation", show_default=False)]
 Center = Annotated[str | None, typer.Option(help="tangent, map or process", show_default=False)]
-HeldOut = Annotated[str | None, typer.Option(help="data for --method validation", show_default=False)]
+HeldOut = Annotated[str | None, typer.Option(help="other data, for --method validation", show_default=False)]
 
 
 def doctor(
@@ -49,7 +49,7 @@ def doctor(
     """Say what stands in the way of a fit (exit code 1), and what it would cost."""
     alone()
     model = network(factory, weights, device_of(device))
-    examples = Source.of(data, inputs, target).labelled()
+    examples = Source.of(data, inputs, target).labelled(likelihood)
     report = lw.doctor(
         model, examples, likelihood, structure=structure, subset=_subset(subset), memory_budget=memory_budget
     )
@@ -80,7 +80,9 @@ def fit(
 ) -> None:
     """Fit a posterior by one pass over the training data, and write it to a file."""
     files.check_target(out)
-    with _shared(factory, weights, Source.of(data, inputs, target), device) as (model, examples, ranks):
+    with _network(factory, weights, device) as (model, ranks):
+        with ranks.sharing_errors("reading the data"):
+            examples = Source.of(data, inputs, target).labelled(likelihood, ranks)
         with _resumable(checkpoint):
             la = lw.laplace(
                 model,
@@ -117,25 +119,26 @@ def tune(
 ) -> None:
     """Choose the prior and the noise of a fit by its evidence; write the tuned fit."""
     files.check_target(out)
-    with _shared(factory, weights, Source.of(data, inputs, target), device) as (model, examples, ranks):
-        with ranks.sharing_errors("reading the fit and held-out data"):
+    with _network(factory, weights, device) as (model, ranks):
+        with ranks.sharing_errors("reading the fit and the data"):
             la = lw.load(fit, model)
             if not isinstance(la, lw.Laplace):
                 raise InvalidValue(f"{fit} holds {la!r}, which has no prior to tune; give what `lapwing fit` wrote")
+            examples = Source.of(data, inputs, target).labelled(la.likelihood, ranks)
+            held = held_out and Source.of(held_out, inputs, target).labelled(la.likelihood, ranks)
             la = la.attached(examples if ranks.alone else Shard(examples, ranks))
-            held = None if held_out is None else Source.of(held_out, inputs, target).labelled(ranks)
         la = la.tuned(method, data=held, center=center, progress=o.watched(progress))
         _finish(ctx, la, out, as_json, log_evidence=float(la.log_evidence().detach()))
 
 
 @contextlib.contextmanager
-def _shared(factory: str, weights: Path | None, source: Source, device: str) -> Iterator[tuple[nn.Module, Any, Ranks]]:
-    """The network, this process's examples, and the processes that share them."""
+def _network(factory: str, weights: Path | None, device: str) -> Iterator[tuple[nn.Module, Ranks]]:
+    """The network, and the processes that share the data."""
     place = device_of(local(device))
     with together(place) as ranks:
-        with ranks.sharing_errors("reading the network and the data"):
-            model, examples = network(factory, weights, place), source.labelled(ranks)
-        yield model, examples, ranks
+        with ranks.sharing_errors("reading the network"):
+            model = network(factory, weights, place)
+        yield model, ranks
 
 
 @contextlib.contextmanager

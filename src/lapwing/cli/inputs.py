@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -105,9 +106,10 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
             return safetensors.torch.load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of pickle, zip files and safetensors, each with classes of its own
+        pickled = isinstance(error, pickle.UnpicklingError)  # whose text asks to trust the file
+        why = "it holds other things than tensors, or torch did not write it" if pickled else short(error)
         raise InvalidValue(
-            f"{path} is no checkpoint that can be read safely ({short(error)}); save model.state_dict() by torch.save, "
-            "or as .safetensors"
+            f"cannot read the checkpoint {path}: {why}; save model.state_dict() by torch.save, or as .safetensors"
         ) from error
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         holds = f"a mapping with {list(found)[:5]}" if isinstance(found, Mapping) else f"a {type(found).__name__}"

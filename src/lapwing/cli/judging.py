@@ -48,7 +48,7 @@ def evaluate(
     """Score predictions on new data, beside those of the network alone."""
     alone()
     model, la = _loaded(factory, weights, fit, device)
-    examples = Source.of(data, inputs, target).labelled()
+    examples = Source.of(data, inputs, target).labelled(la.likelihood)
     y = torch.cat([y for _, y in passes(as_batches(examples), la.tangent.device)])
     fits = {"network": lw.ensembles.deep([model], la.likelihood.plain)} if isinstance(la, lw.Laplace) else {}
     fits["posterior"] = la
@@ -106,7 +106,9 @@ def compare(
     found = {
         str(fit): _loaded(factory, one, fit, device)[1] for fit, factory, one in zip(fits, made, read, strict=True)
     }
-    comparison = lw.compare(found, None if data is None else Source.of(data, inputs, target).labelled())
+    likelihood = next(iter(found.values())).likelihood
+    held_out = None if data is None else Source.of(data, inputs, target).labelled(likelihood)
+    comparison = lw.compare(found, held_out)
     values = {"examples": comparison.n, "weights": comparison.weights, "fits": comparison.to_dict()}
     ctx.obj.figures(values, as_json, repr(comparison))
 
@@ -128,7 +130,7 @@ def report(
     alone()
     files.check_target(out)
     _, la = _loaded(factory, weights, fit, device)
-    la.report(Source.of(data, inputs, target).labelled(), out)
+    la.report(Source.of(data, inputs, target).labelled(la.likelihood), out)
     ctx.obj.figures({"file": out}, as_json)
 
 
@@ -159,5 +161,8 @@ def _content(predicted: lw.Prediction, fields: dict[str, Any], out: Path) -> byt
     if out.suffix == ".npz":
         np.savez(buffer, **fields)
     else:
-        predicted.to_frame().to_parquet(buffer, index=False)
+        try:
+            predicted.to_frame().to_parquet(buffer, index=False)
+        except ImportError as error:
+            raise InvalidValue(f"writing {out} needs pyarrow; pip install pyarrow, or write .csv or .npz") from error
     return buffer.getvalue()
