@@ -52,11 +52,11 @@ def demo(
     try:
         from lapwing.demo.run import run
     except ModuleNotFoundError as error:
-        if error.name not in ("sklearn", "matplotlib"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("sklearn", "matplotlib"):
             raise
-        raise Unsupported(
-            f"the demo needs {error.name}, which is not installed; pip install 'lapwing[demo]'"
-        ) from error
+        why = f"the demo needs {missing}, which is not installed; pip install 'lapwing[demo]'"
+        raise Unsupported(why) from error
     run(out, seed)
 
 

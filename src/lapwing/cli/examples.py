@@ -82,8 +82,8 @@ class Source:
 
     def _of_arrays(self, path: Path) -> tuple[Any, Any]:
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = dict(file)
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+                arrays = dict(stored)
         except Exception as error:  # of zip files and of NumPy's format
             raise InvalidValue(f"cannot read {path}: {short(error)}") from error
         inputs, targets = (
