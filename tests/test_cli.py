@@ -250,7 +250,8 @@ def test_the_doctors_finding_is_exit_code_1(folder: Path) -> None:
 @pytest.mark.skipif(not hasattr(lw.Laplace, "report"), reason="there are no reports yet")
 def test_report_writes_a_page(folder: Path) -> None:
     fit("net.fit")
-    run("report", *NET, "--fit", "net.fit", "--data", "test.npz", "--out", "net.html")
+    more = ("--train", "train.npz", "--ood", "train.npz")
+    run("report", *NET, "--fit", "net.fit", "--data", "test.npz", "--out", "net.html", *more)
     assert "</html>" in Path("net.html").read_text(encoding="utf-8")
 
 
@@ -344,6 +345,7 @@ def bad(name: str) -> tuple[tuple[str, ...], str]:
         "words in a csv": ("nets:make", {"--data": "words.csv", "--target": "y"}, "column 'b'"),
         "no target": ("nets:make", {"--data": "numbers.csv"}, "--target"),
         "no such column": ("nets:make", {"--data": "words.csv", "--target": "yy"}, "did you mean 'y'?"),
+        "names for a loader": ("nets:make", {"--data": "nets:arrays", "--target": "y"}, "name those of a file"),
         "a loader that raises": ("nets:make", {"--data": "nets:broken"}, "nets:broken() raised ZeroDivisionError"),
         "a likelihood": ("nets:make", {"--likelihood": "catgorical"}, "did you mean 'categorical'?"),
         "a structure": ("nets:make", {"--structure": "kro"}, "did you mean 'kron'?"),
@@ -359,7 +361,7 @@ def bad(name: str) -> tuple[tuple[str, ...], str]:
 BAD = """no weights, a folder, other weights, no checkpoint, a whole model, more than weights, no safetensors, no colon,
 no module, a file's name, no factory, a factory that raises, a factory that leaves, no network, a module that raises,
 no data, data cut short, data of another kind, no such array, no arrays that are known, a csv that is none,
-words in a csv, no target, no such column, a loader that raises, a likelihood, a structure, no folder, no device,
+words in a csv, no target, no such column, names for a loader, a loader that raises, a likelihood, a structure, no folder, no device,
 a number, an option"""
 
 

@@ -13,7 +13,7 @@ import lapwing as lw
 from lapwing.cli import fitting, judging
 from lapwing.cli import options as o
 from lapwing.cli.output import Output, heard, say
-from lapwing.cli.ranks import alone
+from lapwing.cli.ranks import alone, first
 from lapwing.errors import Unsupported
 
 
@@ -26,7 +26,8 @@ class Program(TyperGroup):
             code = super().main(*args, **{**extra, "standalone_mode": False})
         except typer.TyperException as error:
             place = getattr(getattr(error, "ctx", None), "command_path", "lapwing")
-            say("error", f"{error.format_message().rstrip('.')}; see {place} --help")
+            if first():
+                say("error", f"{error.format_message().rstrip('.')}; see {place} --help")
             code = error.exit_code
         sys.exit(code)
 

@@ -56,6 +56,8 @@ class Source:
         return self._loaded(ranks)
 
     def _loaded(self, ranks: Ranks = ALONE) -> Any:
+        if self.inputs or self.targets:
+            raise InvalidValue(f"{self.text} returns inputs and targets; --inputs and --target name those of a file")
         loader = named(self.text, "a loader")
         if callable(loader) and len(inspect.signature(loader).parameters) == 2:
             return attempted(lambda: loader(ranks.rank, ranks.size), f"{self.text}()")

@@ -36,7 +36,8 @@ def named(text: str, what: str) -> Any:
         sys.path.insert(0, os.getcwd())
     found = attempted(lambda: _imported(module), f"importing {module}")
     if not hasattr(found, name):
-        raise InvalidValue(f"module {module} ({found.__file__}) has no {name!r}{given.near(name, dir(found))}")
+        place = getattr(found, "__file__", "built in")
+        raise InvalidValue(f"module {module} ({place}) has no {name!r}{given.near(name, dir(found))}")
     return getattr(found, name)
 
 

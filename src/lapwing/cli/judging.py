@@ -29,6 +29,8 @@ Written = Annotated[Path | None, typer.Option("--out", help=f"a file to write: {
 Factories = Annotated[list[str], typer.Argument(help="module:factory, one for all or one a fit", show_default=False)]
 Fits = Annotated[list[Path], typer.Option("--fit", help="what `lapwing tune` wrote; several", show_default=False)]
 AllWeights = Annotated[list[Path] | None, typer.Option("--weights", help="a state_dict for all, or one a fit")]
+Train = Annotated[str | None, typer.Option(help="training data, for a certificate", show_default=False)]
+Unlike = Annotated[str | None, typer.Option(help="inputs unlike the training data", show_default=False)]
 HeldOut = Annotated[str | None, typer.Option("--data", help=f"held-out data: {o.SOURCE}", show_default=False)]
 
 
@@ -120,6 +122,8 @@ def report(
     data: o.NewData,
     out: o.Out,
     weights: o.Weights = None,
+    train: Train = None,
+    ood: Unlike = None,
     inputs: o.Inputs = None,
     target: o.Target = None,
     device: o.Device = "cpu",
@@ -130,7 +134,10 @@ def report(
     alone()
     files.check_target(out)
     _, la = _loaded(factory, weights, fit, device)
-    la.report(Source.of(data, inputs, target).labelled(la.likelihood), out)
+    if train is not None:
+        la = la.attached(Source.of(train, inputs, target).labelled(la.likelihood))
+    unlike = ood and Source.of(ood, inputs, target).unlabelled()
+    la.report(Source.of(data, inputs, target).labelled(la.likelihood), out, ood=unlike)
     ctx.obj.figures({"file": out}, as_json)
 
 
