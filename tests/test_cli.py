@@ -389,6 +389,16 @@ def test_a_fit_of_other_weights_is_refused(folder: Path) -> None:
     assert other.stderr.splitlines()[-1].startswith("error: ")
 
 
+@pytest.mark.parametrize(("out", "say"), [("p.txt", ".npz, .csv, .parquet"), ("p.parquet", "needs pyarrow")])
+def test_predictions_that_cannot_be_written_are_refused_before_any_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, out: str, say: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pyarrow" else name)
+    result = run("predict", "nets:broken", "--fit", "no.fit", "--data", "no.npz", "--out", out, code=2)
+    assert say in result.stderr
+    assert "ZeroDivisionError" not in result.stderr
+
+
 def test_debug_shows_the_traceback(folder: Path) -> None:
     result = run(*bad("a factory that raises"), "--debug", code=2)
     assert "Traceback (most recent call last)" in result.stderr

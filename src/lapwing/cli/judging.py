@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,9 @@ from lapwing.data import as_batches, passes
 from lapwing.errors import InvalidValue
 from lapwing.metrics import summary
 
-WRITERS = (".csv", ".npz", ".parquet")
+NEEDS: dict[str, tuple[str, ...]] = {".npz": (), ".csv": ("pandas",), ".parquet": ("pandas", "pyarrow")}
 
-Written = Annotated[Path | None, typer.Option("--out", help=f"a file to write: {', '.join(WRITERS)}")]
+Written = Annotated[Path | None, typer.Option("--out", help=f"a file to write: {', '.join(NEEDS)}")]
 Factories = Annotated[list[str], typer.Argument(help="module:factory, one for all or one a fit", show_default=False)]
 Fits = Annotated[list[Path], typer.Option("--fit", help="what `lapwing tune` wrote; several", show_default=False)]
 AllWeights = Annotated[list[Path] | None, typer.Option("--weights", help="a state_dict for all, or one a fit")]
@@ -156,8 +157,10 @@ def _check_written(out: Path | None) -> None:
     if out is None:
         return
     files.check_target(out)
-    if out.suffix not in WRITERS:
-        raise InvalidValue(f"predictions are written as {', '.join(WRITERS)}; got {out}")
+    if out.suffix not in NEEDS:
+        raise InvalidValue(f"predictions are written as {', '.join(NEEDS)}; got {out}")
+    for missing in (name for name in NEEDS[out.suffix] if importlib.util.find_spec(name) is None):
+        raise InvalidValue(f"writing {out} needs {missing}, which is not installed; pip install it, or write .npz")
 
 
 def _content(predicted: lw.Prediction, fields: dict[str, Any], out: Path) -> bytes:
@@ -168,8 +171,5 @@ def _content(predicted: lw.Prediction, fields: dict[str, Any], out: Path) -> byt
     if out.suffix == ".npz":
         np.savez(buffer, **fields)
     else:
-        try:
-            predicted.to_frame().to_parquet(buffer, index=False)
-        except ImportError as error:
-            raise InvalidValue(f"writing {out} needs pyarrow; pip install pyarrow, or write .csv or .npz") from error
+        predicted.to_frame().to_parquet(buffer, index=False)
     return buffer.getvalue()
