@@ -287,6 +287,11 @@ def test_ranks_but_the_first_say_nothing(folder: Path) -> None:
     assert result.output == ""
 
 
+def test_an_error_of_another_rank_names_it(folder: Path) -> None:
+    result = run(*bad("no device"), code=2, env={"RANK": "1"})
+    assert result.stderr.startswith("error: rank 1: there is no device")
+
+
 def test_shares_of_ranks_are_all_examples_each_once(folder: Path) -> None:
     x, _ = data()
     for source in ("train.npz", "nets:arrays", "nets:share"):

@@ -79,8 +79,7 @@ def fit(
     debug: o.Debug = False,
 ) -> None:
     """Fit a posterior by one pass over the training data, and write it to a file."""
-    files.check_target(out)
-    with _network(factory, weights, device) as (model, ranks):
+    with _network(factory, weights, device, out) as (model, ranks):
         with ranks.sharing_errors("reading the data"):
             examples = Source.of(data, inputs, target).labelled(likelihood, ranks)
         with _resumable(checkpoint):
@@ -118,8 +117,7 @@ def tune(
     debug: o.Debug = False,
 ) -> None:
     """Choose the prior and the noise of a fit by its evidence; write the tuned fit."""
-    files.check_target(out)
-    with _network(factory, weights, device) as (model, ranks):
+    with _network(factory, weights, device, out) as (model, ranks):
         with ranks.sharing_errors("reading the fit and the data"):
             la = lw.load(fit, model)
             if not isinstance(la, lw.Laplace):
@@ -132,11 +130,13 @@ def tune(
 
 
 @contextlib.contextmanager
-def _network(factory: str, weights: Path | None, device: str) -> Iterator[tuple[nn.Module, Ranks]]:
-    """The network, and the processes that share the data."""
+def _network(factory: str, weights: Path | None, device: str, out: Path) -> Iterator[tuple[nn.Module, Ranks]]:
+    """The network, and the processes that share the data, once it is seen that rank 0 can write."""
     place = device_of(local(device))
     with together(place) as ranks:
         with ranks.sharing_errors("reading the network"):
+            if first():
+                files.check_target(out)
             model = network(factory, weights, place)
         yield model, ranks
 

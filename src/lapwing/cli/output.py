@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 import traceback
 import warnings
@@ -116,5 +117,6 @@ def _told(error: BaseException) -> int:
         say("interrupted", error if error.args else "the command was not finished")
         return INTERRUPTED
     known = isinstance(error, LapwingError)
-    say("error", error if known else f"unexpected {type(error).__name__}: {error}; --debug shows where")
+    text = str(error) if known else f"unexpected {type(error).__name__}: {error}; --debug shows where"
+    say("error", text if first() else f"rank {os.environ['RANK']}: {text}")
     return ERROR
