@@ -24,11 +24,13 @@ from torch.utils.data import TensorDataset
 import lapwing as lw
 
 pytest.importorskip("typer", reason="the command line needs the extra cli")
+import typer
 from typer.testing import CliRunner
 
 from lapwing import cli
 from lapwing.cli.app import COMMANDS, app
 from lapwing.cli.examples import Source
+from lapwing.cli.output import heard, plain
 
 NETS = """
 import os, sys
@@ -120,8 +122,8 @@ def run(*words: Any, code: int = 0, env: dict[str, str] | None = None) -> Any:
     return result
 
 
-def fit(out: str, *more: str, likelihood: str = "categorical", source: str = "train.npz") -> Any:
-    return run("fit", *NET, "--data", source, "--likelihood", likelihood, "--out", out, *more)
+def fit(out: str, *more: str, likelihood: str = "categorical", source: str = "train.npz", env: Any = None) -> Any:
+    return run("fit", *NET, "--data", source, "--likelihood", likelihood, "--out", out, *more, env=env)
 
 
 # -- what commands do ----------------------------------------------------------------------------------------------
@@ -276,15 +278,15 @@ def test_stdout_has_the_json_and_nothing_else(folder: Path) -> None:
 
 
 def test_numbers_that_json_has_not_are_null() -> None:
-    from lapwing.cli.output import plain
-
     assert plain({"a": (1, float("nan")), "b": torch.tensor([0.5, -torch.inf])}) == {"a": [1, None], "b": [0.5, None]}
 
 
 def test_ranks_but_the_first_say_nothing(folder: Path) -> None:
     fit("net.fit")
-    result = run("predict", *NET, "--fit", "net.fit", "--data", "test.npz", env={"RANK": "1"})
-    assert result.output == ""
+    assert run("predict", *NET, "--fit", "net.fit", "--data", "test.npz", env={"RANK": "1"}).output == ""
+    result = fit("other.fit", "--json", env={"RANK": "1"})
+    assert result.stdout == ""
+    assert not Path("other.fit").exists()
 
 
 def test_an_error_of_another_rank_names_it(folder: Path) -> None:
@@ -402,6 +404,15 @@ def test_predictions_that_cannot_be_written_are_refused_before_any_work(
     result = run("predict", "nets:broken", "--fit", "no.fit", "--data", "no.npz", "--out", out, code=2)
     assert say in result.stderr
     assert "ZeroDivisionError" not in result.stderr
+
+
+@pytest.mark.parametrize("error", [lw.errors.InvalidValue("what\n  got\n  do"), ValueError("what\n  got\n  do")])
+def test_an_error_of_several_lines_is_told_in_one(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
+    with pytest.raises(typer.Exit) as stopped, heard(debug=False):
+        raise error
+    assert stopped.value.exit_code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "what got do" in line
 
 
 def test_debug_shows_the_traceback(folder: Path) -> None:
