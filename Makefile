@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: env
-	$(BIN)/python examples/demo.py --out out/demo
+	$(BIN)/python -m lapwing.demo --out out/demo
 
 # The laws, and of each product of parameters as many cases as show each value once.
 test: env

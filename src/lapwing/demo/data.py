@@ -18,6 +18,8 @@ GAP = (1.2, 2.2)  # of flavanoids: the valley of the curve, where a guess from b
 
 @dataclass(frozen=True)
 class Digits:
+    """Images of the classes that are learned, and of those that are not."""
+
     train: tuple[Tensor, Tensor]  # (n, 64) in 0..1, (n,) labels
     test: tuple[Tensor, Tensor]
     moved: tuple[Tensor, Tensor]  # the test images, one pixel to the left, right, up and down
@@ -25,6 +27,7 @@ class Digits:
 
 
 def digits(seed: int = 0) -> Digits:
+    """Half of the known images to train on, half to test on."""
     data = load_digits()
     x, y = torch.tensor(data.data / 16).float(), torch.tensor(data.target).long()
     known = torch.isin(y, torch.tensor(UNKNOWN), invert=True).nonzero().flatten()
@@ -59,16 +62,20 @@ class Wines:
     scales: tuple[float, float, float, float]  # mean and standard deviation of x, then of y
 
     def standardized(self, flavanoids: Tensor) -> Tensor:
+        """Flavanoids (n,) as the network takes them, (n, 1)."""
         return ((flavanoids - self.scales[0]) / self.scales[1]).float().unsqueeze(-1)
 
     def flavanoids(self, x: Tensor) -> Tensor:
+        """Inputs (n, 1) as flavanoids (n,)."""
         return x.squeeze(-1) * self.scales[1] + self.scales[0]
 
     def color(self, y: Tensor) -> Tensor:
+        """Outputs (n, 1) as color intensities (n,)."""
         return torch.exp(y.squeeze(-1) * self.scales[3] + self.scales[2])
 
 
 def wines(seed: int = 0) -> Wines:
+    """Three quarters of the wines outside the gap to train on, a quarter to test on."""
     data = load_wine()
     column = {name: torch.tensor(data.data[:, i]) for i, name in enumerate(data.feature_names)}
     x, y = column["flavanoids"], column["color_intensity"].log()
@@ -76,6 +83,6 @@ def wines(seed: int = 0) -> Wines:
     outside = (~hidden).nonzero().flatten()
     order = outside[torch.randperm(len(outside), generator=torch.Generator().manual_seed(seed))]
     test, train = order[: len(order) // 4], order[len(order) // 4 :]
-    scales = tuple(float(v) for v in (x[train].mean(), x[train].std(), y[train].mean(), y[train].std()))
+    scales = (float(x[train].mean()), float(x[train].std()), float(y[train].mean()), float(y[train].std()))
     x, y = ((x - scales[0]) / scales[1]).float()[:, None], ((y - scales[2]) / scales[3]).float()[:, None]
     return Wines((x[train], y[train]), (x[test], y[test]), (x[hidden], y[hidden]), scales)

@@ -28,10 +28,12 @@ class Bins:
 
     @property
     def ece(self) -> float:
+        """The mean gap between accuracy and confidence."""
         return float((self.fraction * (self.accuracy - self.confidence).abs()).sum())
 
 
 def reliability(p: Tensor, y: Tensor, bins: int = BINS) -> Bins:
+    """Predictions in bins of equal width of their confidence."""
     confidence, label = p.double().max(-1)
     right = (label == y).double()
     index = (confidence * bins).long().clamp(max=bins - 1)
@@ -45,6 +47,7 @@ def reliability(p: Tensor, y: Tensor, bins: int = BINS) -> Bins:
 
 
 def classification(p: Tensor, y: Tensor) -> dict[str, float]:
+    """Accuracy, NLL, ECE and Brier score."""
     p = p.double()
     hit = p.gather(-1, y.unsqueeze(-1)).squeeze(-1)
     onehot = torch.nn.functional.one_hot(y, p.shape[-1])
@@ -80,6 +83,7 @@ def table(rows: dict[str, dict[str, str]], corner: str = "") -> list[list[str]]:
 
 
 def as_text(lines: list[list[str]]) -> str:
+    """Aligned columns for a terminal."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     texts = [
         "  ".join(

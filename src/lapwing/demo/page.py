@@ -6,6 +6,8 @@ import base64
 import html
 from pathlib import Path
 
+from lapwing import files
+
 TITLE = "Lapwing: a trained network, and the same network with error bars"
 CAPTIONS = {
     "error_bars": (
@@ -40,7 +42,7 @@ NOTES = [
     "NLL in nats and ECE (15 bins): lower is better. moved: the test images, one pixel to each of four sides. AUROC: "
     "test digits against unknown classes, by 1 − confidence, and by epistemic variance. Coverage: of 95 % "
     "intervals. RMSE and NLL of wines are of log color intensity.",
-    "One seed, one split: python examples/demo.py --seed 1 shows another. Data, networks and held-out parts were "
+    "One seed, one split: lapwing demo --seed 1 shows another. Data, networks and held-out parts were "
     "picked among several tried, for a clear picture: this is a demonstration, not a benchmark.",
 ]
 STYLE = """
@@ -66,18 +68,19 @@ pred = la.predict(x)                               # pred.probs, pred.epistemic,
 
 
 def write(path: Path, tables: list[list[list[str]]], pictures: dict[str, Path], results: dict) -> Path:
+    """Write the page; its path."""
     figures = "".join(_figure(name, pictures[name]) for name in CAPTIONS)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in NOTES)
     reprs = "\n".join(f"{name}: {run['after']!r}" for name, run in results.items())
-    path.write_text(
+    text = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(TITLE)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
         f"<h1>{html.escape(TITLE)}</h1>"
         '<p class="lead">Two small networks on data that scikit-learn bundles, before and after three lines.</p>'
         f"<pre>{html.escape(CODE)}</pre>{''.join(map(_table, tables))}"
-        f'<ul class="notes">{notes}</ul>{figures}<h2>The objects</h2><pre>{html.escape(reprs)}</pre></body></html>\n',
-        encoding="utf-8",
+        f'<ul class="notes">{notes}</ul>{figures}<h2>The objects</h2><pre>{html.escape(reprs)}</pre></body></html>\n'
     )
+    files.write_whole(path, text.encode())
     return path
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -10,11 +12,13 @@ matplotlib.use("Agg")  # no display needed
 
 import matplotlib.pyplot as plt
 import torch
-from demo_data import GAP
-from demo_metrics import auroc, reliability
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, MaxNLocator, NullLocator, PercentFormatter
 from sklearn.metrics import roc_curve
 from torch import Tensor
+
+from lapwing import files
+from lapwing.demo.data import GAP
+from lapwing.demo.metrics import auroc, reliability
 
 BLACK, GRAY, BLUE, SKY, VERMILION, ORANGE, GREEN = (
     "#1a1a1a",
@@ -25,7 +29,7 @@ BLACK, GRAY, BLUE, SKY, VERMILION, ORANGE, GREEN = (
     "#E69F00",
     "#009E73",
 )
-STYLE = {
+STYLE: Any = {
     "figure.dpi": 100,
     "savefig.dpi": 160,
     "font.size": 10,
@@ -48,14 +52,16 @@ SHOWN = {
 
 
 def draw_all(results: dict, folder: Path) -> dict[str, Path]:
+    """All pictures as PNG files in a folder, {name: path}."""
     figures = {"error_bars": error_bars, "reliability": calibration, "unknown": unknown, "evidence": evidence}
     paths = {}
     with plt.rc_context(STYLE):
         for name, draw in figures.items():
             paths[name] = folder / f"{name}.png"
-            figure = draw(results)
-            figure.savefig(paths[name], bbox_inches="tight", facecolor="white")
+            figure, content = draw(results), io.BytesIO()
+            figure.savefig(content, bbox_inches="tight", facecolor="white")
             plt.close(figure)
+            files.write_whole(paths[name], content.getvalue())
     return paths
 
 
@@ -137,7 +143,8 @@ def unknown(results: dict) -> plt.Figure:
     run = results["digits"]
     doubt = {name: 1 - p.max(-1).values for name, p in run["probs"]["MAP"].items()}
     figure = plt.figure(figsize=(9.2, 4.1), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=[1, 1.15])
+    halves: Any = figure.subfigures(1, 2, width_ratios=[1, 1.15])
+    left, right = halves
     axes = left.subplots()
     for label, scores, color, line in [
         ("Laplace: epistemic variance", run["spread"], BLUE, "-"),
@@ -161,8 +168,8 @@ def unknown(results: dict) -> plt.Figure:
         image.imshow(run["data"].unknown[i].reshape(8, 8), cmap="gray_r")
         image.set(xticks=[], yticks=[])
         image.spines[:].set_visible(False)
-        label = int(run["probs"]["MAP"]["unknown"][i].argmax())
-        image.set_title(f"“{label}”: {1 - float(doubt['unknown'][i]):.1%}", color=VERMILION, fontsize=9, loc="center")
+        guess = int(run["probs"]["MAP"]["unknown"][i].argmax())
+        image.set_title(f"“{guess}”: {1 - float(doubt['unknown'][i]):.1%}", color=VERMILION, fontsize=9, loc="center")
         image.set_xlabel(f"above {float(rank[i]):.0%}\nof known", color=BLUE, fontsize=9)
     right.suptitle("The unknown digits that MAP is surest of", x=0.02, ha="left", fontsize=11, fontweight="bold")
     right.supxlabel("MAP’s label and confidence; below, the rank of the epistemic variance", fontsize=9, color=GRAY)

@@ -1,32 +1,30 @@
 """A trained network, and the same network with error bars: digits with unknown classes, and a curve with a gap.
 
-    python examples/demo.py --out out/demo
-
 Prints what changes from the trained weights (MAP) to the Laplace posterior, and writes pictures and one page.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import demo_data
-import demo_figures
-import demo_page
 import torch
-from demo_metrics import as_text, auroc, classification, regression, table
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import lapwing as lw
+from lapwing.demo import data as demo_data
+from lapwing.demo import figures, page
+from lapwing.demo.metrics import as_text, auroc, classification, regression, table
 
 PRIOR = 1.0  # precision that both networks are trained with, and lapwing's default
 
 
 @contextmanager
-def step(text: str):
+def step(text: str) -> Iterator[None]:
+    """Say what is done, then how long it took."""
     start = time.perf_counter()
     print(f"{text} ...", flush=True)
     yield
@@ -55,6 +53,7 @@ def train(model: nn.Module, log_prob, n: int, steps: int, batch: int, rate: floa
 
 
 def digits_network(data: demo_data.Digits, seed: int) -> nn.Module:
+    """64-30-30-7, trained on the digits."""
     torch.manual_seed(seed)
     classes = 10 - len(demo_data.UNKNOWN)
     model = nn.Sequential(nn.Linear(64, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, classes))
@@ -64,6 +63,7 @@ def digits_network(data: demo_data.Digits, seed: int) -> nn.Module:
 
 
 def run_digits(seed: int) -> dict:
+    """Data, network, posteriors, predictions and the row of each in the table."""
     data = demo_data.digits(seed)
     n = f"{len(data.train[0])} images of 7 classes; {len(data.test[0])} to test, {len(data.unknown)} of unknown classes"
     with step(f"Digits: train a 64-30-30-7 network on {n}"):
@@ -92,6 +92,7 @@ def run_digits(seed: int) -> dict:
 
 
 def digits_row(probs: dict[str, Tensor], data: demo_data.Digits, spread: dict[str, Tensor] | None) -> dict[str, str]:
+    """A row of the table: on the test images, on those moved, and telling unknown ones."""
     test, moved = classification(probs["test"], data.test[1]), classification(probs["moved"], data.moved[1])
     doubt = {name: 1 - p.max(-1).values for name, p in probs.items()}
     row = {"accuracy": f"{test['accuracy']:.1%}"}
@@ -122,6 +123,7 @@ def wines_network(data: demo_data.Wines, seed: int) -> tuple[nn.Module, float]:
 
 
 def run_wines(seed: int) -> dict:
+    """Data, network, posteriors and the table."""
     data = demo_data.wines(seed)
     n = f"{len(data.train[0])} wines; {len(data.test[0])} to test, {len(data.gap[0])} hidden in the gap"
     with step(f"Wines: train a 1-50-50-1 network on {n}"):
@@ -152,6 +154,7 @@ def run_wines(seed: int) -> dict:
 
 
 def evidence_table(results: dict[str, dict]) -> list[list[str]]:
+    """What tuning made of the evidence and the prior precision."""
     rows = {}
     for name, result in results.items():
         before, after = result["before"], result["after"]
@@ -165,22 +168,15 @@ def evidence_table(results: dict[str, dict]) -> list[list[str]]:
     return table(rows, "evidence")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the pictures and the page")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the network and its training")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+def run(out: Path, seed: int = 0) -> None:
+    """Train, fit, print the tables, and write the pictures and the page into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    results = {"digits": run_digits(args.seed), "wines": run_wines(args.seed)}
+    results = {"digits": run_digits(seed), "wines": run_wines(seed)}
     tables = [results["digits"]["table"], results["wines"]["table"], evidence_table(results)]
     with step("Pictures and page"):
-        pictures = demo_figures.draw_all(results, args.out)
-        page = demo_page.write(args.out / "index.html", tables, pictures, results)
+        pictures = figures.draw_all(results, out)
+        html = page.write(out / "index.html", tables, pictures, results)
     for lines in tables:
         print("\n" + as_text(lines))
-    print(f"\nWrote {', '.join(p.name for p in pictures.values())} and {page} in {time.perf_counter() - start:.0f} s.")
-
-
-if __name__ == "__main__":
-    main()
+    print(f"\nWrote {', '.join(p.name for p in pictures.values())} and {html} in {time.perf_counter() - start:.0f} s.")
