@@ -1,9 +1,9 @@
 """From a posterior over weights to outputs at new inputs: one verb, one file an operator."""
 
 from lapwing.push import blocks, dense, diagonal, eigen_kronecker, kronecker, root, streamed  # noqa: F401  register
-from lapwing.push.graph import graphed
+from lapwing.push.graph import graphed, together
 from lapwing.push.runs import LARGEST, At, in_pieces
 from lapwing.push.streamed import pushed
 from lapwing.push.verb import push
 
-__all__ = ["LARGEST", "At", "graphed", "in_pieces", "push", "pushed"]
+__all__ = ["LARGEST", "At", "graphed", "in_pieces", "push", "pushed", "together"]
