@@ -64,7 +64,7 @@ def _check(pred: Any, noise: bool) -> None:
             "this prediction is made of draws or of a mixture and is no normal distribution; use pred.f_sample, or the "
             "prediction of lw.laplace(...).predict(x, mean='network')"
         )
-    if noise and pred.likelihood.response != "identity":
+    if noise and not (pred.likelihood.normal and pred.likelihood.response == "identity"):
         raise Unsupported(
             f"y of {pred.likelihood.name} is not f and Gaussian noise; drop noise=True for f, or use pred.sample"
         )

@@ -27,7 +27,7 @@ from lapwing import given
 from lapwing.api import Laplace
 from lapwing.curvature import Part
 from lapwing.curvature.cover import cover
-from lapwing.curvature.rules import DenseInputs, rule_for
+from lapwing.curvature.rules import DenseInputs
 from lapwing.data import network_inputs
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.operators import Blocks, linalg
@@ -35,6 +35,7 @@ from lapwing.outputs import WIDE
 from lapwing.predictive.link import CLOSED
 from lapwing.push.basis import in_basis
 
+_vjp: Any = torch.func.vjp  # its annotation leaves the three-value form out
 LARGEST = 4096  # weights that a root of their covariance is kept for: 64 MB in float32
 
 
@@ -97,14 +98,13 @@ class Served(nn.Module):
             f, inputs = self._run(shifts, x)
             gradients = {self.parts[0].name: _units(f)}
         else:
-            f, pull, inputs = torch.func.vjp(lambda e: self._run(e, x), shifts, has_aux=True)
+            f, pull, inputs = _vjp(lambda e: self._run(e, x), shifts, has_aux=True)
             pulled = [pull(u)[0] for u in _units(f)]  # vmap would fix n
             gradients = {name: torch.stack([one[name] for one in pulled]) for name in shifts}
         rows = {}
         for part in self.parts:
-            layer = self.network.get_submodule(part.name)
             rows[part.name] = (
-                _inputs(part, layer, inputs[part.name], n),
+                _inputs(part, inputs[part.name], n),
                 part.reader(self.network, n)(gradients[part.name]),
             )
         return f, torch.stack([term(rows) for term in self.terms]).sum(0)
@@ -131,6 +131,10 @@ Rows: TypeAlias = dict[str, tuple[DenseInputs, Tensor]]  # {layer: (a (n, s, b, 
 class Rotated(nn.Module):
     """A layer's term where its posterior is diagonal in a basis."""
 
+    u_inputs: Tensor
+    u_outputs: Tensor
+    variance: Tensor
+
     def __init__(self, part: Part, op: Any, like: Tensor) -> None:
         super().__init__()
         self.name = part.name
@@ -147,9 +151,8 @@ class Rotated(nn.Module):
     def forward(self, rows: Rows) -> Tensor:
         """(n, c, c)."""
         view, g = rows[self.name]
-        return view.rotated(self.u_inputs).covariance(
-            torch.einsum("knsbo,boq->knsbq", g, self.u_outputs), self.variance
-        )
+        turned = torch.einsum("knsbo,boq->knsbq", g, self.u_outputs)
+        return view.rotated(self.u_inputs).covariance(turned, self.variance)
 
 
 class Rooted(nn.Module):
@@ -188,10 +191,10 @@ def _terms(la: Laplace, x: Tensor) -> tuple[tuple[Part, ...], nn.ModuleList]:
     parts = la.spread.parts if isinstance(precision, Blocks) else cover(la.tangent, x)
     used = tuple(part for part in parts if part.kind != "unused")
     for part in used:
-        if part.generic or part.site or rule_for(la.tangent.model.get_submodule(part.module)) is None:
+        if part.generic or part.site or not isinstance(la.tangent.model.get_submodule(part.module), nn.Linear):
             raise Unsupported(
-                f"{part.name} is no layer that has served error bars ({part.reason or 'it is several linear maps'}); "
-                "use subset='last_layer', or leave it out by subset="
+                f"{part.name} is not served ({part.reason or 'it is no linear layer'}); use subset='last_layer', or "
+                "name linear layers by subset="
             )
     if not isinstance(precision, Blocks):
         index = torch.cat([part.index(la.tangent.layout) for part in used]).to(like.device)
@@ -204,34 +207,12 @@ def _terms(la: Laplace, x: Tensor) -> tuple[tuple[Part, ...], nn.ModuleList]:
     return used, nn.ModuleList(terms)
 
 
-def _inputs(part: Part, layer: nn.Module, x: Tensor, n: Any) -> DenseInputs:
-    """a, as in Part.view, by operations that ONNX has."""
-    rule = rule_for(layer)
-    assert rule is not None
-    b, _, i = rule.shape(layer)
-    if type(layer) is nn.Conv2d:
-        a = _patches(layer, x)
-    else:
-        a = rule.inputs(layer, x, n)
-        if not isinstance(a, Tensor):
-            raise Unsupported(
-                f"{part.name} is an embedding, which is not served; use subset='last_layer', or leave it out"
-            )
-        a = a.reshape(n, -1, b, i)
+def _inputs(part: Part, x: Tensor, n: Any) -> DenseInputs:
+    """a of a linear layer, (n, s, 1, i), as in Part.view, by operations that ONNX has."""
+    a = x.reshape(n, -1, 1, x.shape[-1])
     if part.weight is None:
         return DenseInputs(torch.ones_like(a[..., :1]))
     return DenseInputs(a if part.bias is None else torch.cat([a, torch.ones_like(a[..., :1])], -1))
-
-
-def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Of a convolution, (n, s, b, offsets·channels)."""
-    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-        raise Unsupported(
-            "convolutions are served with padding= in numbers and padding_mode='zeros'; use subset='last_layer'"
-        )
-    found = nn.functional.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # (n, b c k, s)
-    found = found.unflatten(1, (layer.groups, layer.in_channels // layer.groups, -1))  # (n, b, c, k, s)
-    return found.permute(0, 4, 1, 3, 2).flatten(3)
 
 
 def _multiplied(la: Laplace, mean: str) -> float:
@@ -270,12 +251,21 @@ def _check(la: Any, link: str) -> None:
 
 
 def _hold(served: nn.Module, la: Laplace, x: Tensor, link: str, mean: str) -> None:
-    """Raise unless the module gives what la.predict gives."""
-    pred = la.predict(x, "auto" if la.likelihood.plain.response == "identity" else link, mean=mean)
-    for what, found, expected in zip(("mean", "f_var"), served(x), (pred.mean, pred.f_var), strict=True):
-        gap = float((found - expected).abs().max() / expected.abs().max())
-        if not gap <= 1e3 * la.tangent.eps:
+    """Raise unless the module gives what la.predict gives, at other numbers of examples too."""
+    link = "auto" if la.likelihood.plain.response == "identity" else link
+    for inputs in (x, torch.cat([x, x[:1]])):
+        pred = la.predict(inputs, link, mean=mean)
+        try:
+            found = served(inputs)
+        except RuntimeError as error:
             raise Unsupported(
-                f"the served {what} is not la.predict's, by {gap:.2g} of its largest value: the network does on the "
-                "example what tracing does not see; use subset='last_layer', or call la.predict"
-            )
+                f"tracing takes the number of examples, {len(x)}, for a part of this network: {error}; use "
+                "subset='last_layer', or call la.predict"
+            ) from error
+        for what, one, wanted in zip(("mean", "f_var"), found, (pred.mean, pred.f_var), strict=True):
+            gap = float((one - wanted).abs().max() / wanted.abs().max())
+            if not gap <= 1e3 * la.tangent.eps:
+                raise Unsupported(
+                    f"the served {what} is not la.predict's, by {gap:.2g} of its largest value: the network does on the "
+                    "example what tracing does not see; use subset='last_layer', or call la.predict"
+                )
