@@ -52,7 +52,7 @@ def expected(la: lw.Laplace, x: Tensor, link: str = "probit") -> tuple[Tensor, T
 @pytest.mark.parametrize("name", [*STRUCTURES])
 def test_a_module_is_the_prediction_at_any_number_of_examples(name: str, likelihood: str) -> None:
     la = fitted(likelihood, **STRUCTURES[name])
-    served = export.module(la, normal(4, 5))
+    served = export.module(la, normal(5, 5))  # as many examples as inputs
     for n in (1, 2, 7):
         x = normal(n, 5, seed=n)
         for found, wanted in zip(served(x), expected(la, x), strict=True):
@@ -110,7 +110,7 @@ def test_positions_are_served_by_the_last_layer_alone(structure: str) -> None:
     model, data, x = Pooled().double(), (normal(20, 2, 5), normal(20, 3)), normal(6, 2, 5, seed=2)
     la = lw.laplace(model, data, "gaussian", structure=structure, subset="last_layer")
     close(export.module(la, x[:4])(x)[1], la.predict(x).f_var)
-    with pytest.raises(Unsupported, match=r"takes the number of examples, 4, .* use subset='last_layer'"):
+    with pytest.raises(Unsupported, match=r"takes the number of examples, 3, .* use subset='last_layer'"):
         export.module(lw.laplace(model, data, "gaussian", structure="kron"), x[:4])
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -50,12 +51,19 @@ def module(la: Laplace, example: Any, link: str = "probit", mean: str | None = N
     x = network_inputs(example, la.tangent.device)
     if not isinstance(x, Tensor):
         raise Unsupported(f"a served module takes one tensor of inputs, not {type(x).__name__}; pick it with forward=")
-    x = torch.cat([x, x]) if len(x) == 1 else x  # a batch of one would be traced as always one
+    x = _countable(x)
     served = Served(la, x, link, _multiplied(la, mean or la.mean))
     with torch.no_grad():
         traced = make_fx(served, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
     _hold(traced, la, x, link, mean or la.mean)
     return traced
+
+
+def _countable(x: Tensor) -> Tensor:
+    """Of these examples as many, over and over, as no other dimension has: tracing takes equal sizes for one, and a
+    batch of one for always one."""
+    n = next(n for n in itertools.count(3) if n not in x.shape[1:])
+    return x[torch.arange(n, device=x.device) % len(x)]
 
 
 class Served(nn.Module):
@@ -266,6 +274,6 @@ def _hold(served: nn.Module, la: Laplace, x: Tensor, link: str, mean: str) -> No
             gap = float((one - wanted).abs().max() / wanted.abs().max())
             if not gap <= 1e3 * la.tangent.eps:
                 raise Unsupported(
-                    f"the served {what} is not la.predict's, by {gap:.2g} of its largest value: the network does on the "
-                    "example what tracing does not see; use subset='last_layer', or call la.predict"
+                    f"the served {what} is not la.predict's, by {gap:.2g} of its largest value: the network "
+                    "does on the example what tracing does not see; use subset='last_layer', or call la.predict"
                 )
