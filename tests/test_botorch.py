@@ -286,6 +286,12 @@ def test_what_has_no_normal_posterior_is_refused() -> None:
         LaplaceModel(la).posterior(normal(4, 3))
 
 
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.integrations.botorch.FantasizeMixin", object)
+    with pytest.raises(Unsupported, match=r"needs BoTorch.*'lapwing\[botorch\]'"):
+        LaplaceModel(fitted())
+
+
 def test_conditioning_refuses_what_it_would_drop() -> None:
     model = LaplaceModel(fitted())
     with pytest.raises(Unsupported, match=r"got \['targets'\]"):
