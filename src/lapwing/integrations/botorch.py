@@ -36,16 +36,16 @@ MEANS = ("network", "tangent", "process")
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Observations:
     """Observations that a model was conditioned on, as the network sees them."""
 
     X: Tensor  # (*b, k, d)
     Y: Tensor  # (*s, *b, k, c)
     noise: Tensor  # covariances, (*s, *b, k, c, c)
 
-    def and_more(self, new: Seen) -> Seen:
+    def and_more(self, new: Observations) -> Observations:
         """Both."""
-        return Seen(_after(self.X, new.X, 2), _after(self.Y, new.Y, 2), _after(self.noise, new.noise, 3))
+        return Observations(_after(self.X, new.X, 2), _after(self.Y, new.Y, 2), _after(self.noise, new.noise, 3))
 
 
 class LaplaceModel(Model, FantasizeMixin):
@@ -62,7 +62,7 @@ class LaplaceModel(Model, FantasizeMixin):
         super().__init__()
         self.la, self.about, self.likelihood = la, mean, la.likelihood.plain
         self.kept = tuple(range(_outputs_of(la)))
-        self.seen: Seen | None = None
+        self.seen: Observations | None = None
         for name, transform in (("input_transform", input_transform), ("outcome_transform", outcome_transform)):
             if transform is not None:
                 setattr(self, name, transform)
@@ -121,7 +121,7 @@ class LaplaceModel(Model, FantasizeMixin):
         if hasattr(self, "outcome_transform"):
             Y, _ = self.outcome_transform(Y=Y, Yvar=noise, X=X)
         inputs, new = self.transform_inputs(X), self._again()
-        more = Seen(inputs, Y, self._noise(Y, noise))
+        more = Observations(inputs, Y, self._noise(Y, noise))
         new.kept, new.seen = self.kept, more if self.seen is None else self.seen.and_more(more)
         return new
 
