@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torchmetrics import functional as tm
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
 
+import lapwing as lw
 from lapwing import metrics as m
 
 
@@ -22,6 +24,16 @@ def test_ece_is_torchmetrics_calibration_error(generator, bins, sharp):
     theirs = tm.classification.multiclass_calibration_error(p, y, num_classes=5, n_bins=bins, norm="l1")
     assert m.ece(p, y, bins) == pytest.approx(float(theirs), abs=1e-6)
     assert m.accuracy(p, y) == pytest.approx(float(tm.classification.multiclass_accuracy(p, y, 5, average="micro")))
+
+
+def test_predictions_feed_torchmetrics(generator):
+    x, y = torch.randn(80, 4, generator=generator), torch.randint(3, (80,), generator=generator)
+    pred = lw.laplace(torch.nn.Linear(4, 3), (x, y), "categorical").predict(x)
+    theirs = MulticlassCalibrationError(num_classes=3, n_bins=15)(pred.probs, y)
+    assert m.ece(pred, y, 15) == pytest.approx(float(theirs), abs=1e-6)
+    assert m.accuracy(pred, y) == pytest.approx(
+        float(MulticlassAccuracy(num_classes=3, average="micro")(pred.probs, y))
+    )
 
 
 @pytest.mark.parametrize("levels", [4, 10_000])

@@ -10,9 +10,9 @@ from lapwing.push import (  # noqa: F401  register
     streamed,
     whitened,
 )
-from lapwing.push.graph import graphed
+from lapwing.push.graph import graphed, together
 from lapwing.push.runs import LARGEST, At, in_pieces
 from lapwing.push.streamed import pushed
 from lapwing.push.verb import push
 
-__all__ = ["LARGEST", "At", "graphed", "in_pieces", "push", "pushed"]
+__all__ = ["LARGEST", "At", "graphed", "in_pieces", "push", "pushed", "together"]

@@ -24,22 +24,24 @@ def graphed(precision: Any, at: At) -> Normal:
     f, J = with_graph(at.tangent, at.x, at.budget)
     if at.joint:
         at.check_joint(f)
-    if linalg.by_samples(precision):
-        return _by_samples(precision, at, f, J)
-    rows = J.reshape(1, f.numel(), -1) if at.joint else J.reshape(-1, f.shape[-1], J.shape[-1])
-    cov = rows @ Solved.apply(rows, precision).mT
-    cov = 0.5 * (cov + cov.mT)
-    return Normal(f, cov.reshape(*f.shape, *(f.shape if at.joint else f.shape[-1:])), at.joint)
+    cov = together(precision, J, f.numel() if at.joint else f.shape[-1])
+    shape = (*f.shape, *(f.shape if at.joint else f.shape[-1:]))
+    samples = len(precision.spread) if linalg.by_samples(precision) else None
+    return Normal(f, cov.reshape(shape), at.joint, samples=samples)
 
 
-def _by_samples(precision: Any, at: At, f: Tensor, J: Tensor) -> Normal:
+def together(precision: Any, J: Tensor, size: int) -> Tensor:
+    """J M⁻¹ Jᵀ of each `size` rows of J (..., p) that follow each other, (k, size, size)."""
+    rows = J.reshape(-1, size, J.shape[-1])
+    if not linalg.by_samples(precision):
+        cov = rows @ Solved.apply(rows, precision).mT
+        return 0.5 * (cov + cov.mT)
     if not precision.ranks.alone:
         raise Unsupported(
             "samples are spread over ranks, through which no gradient in the inputs goes; call la = la.gathered() first"
         )
-    z = precision.spread
-    away = (J @ z.to(J).mT).movedim(-1, 0).reshape(len(z), *f.shape)
-    return Normal(f, covariance(away, at.joint), at.joint, samples=len(z))
+    away = rows @ precision.spread.to(J).mT  # (k, size, samples)
+    return away @ away.mT / away.shape[-1]
 
 
 def covariance(away: Tensor, joint: bool) -> Tensor:

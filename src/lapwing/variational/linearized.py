@@ -33,6 +33,7 @@ from lapwing.outputs.points import psd_root
 from lapwing.posterior import register
 from lapwing.posterior.gaussian import Gaussian
 from lapwing.predictive.integral import Integral
+from lapwing.priors import check_independent
 from lapwing.samplers.target import Target, targeted
 from lapwing.shell import Fitted
 from lapwing.tangent import TangentModel
@@ -90,6 +91,7 @@ def _check(target: Target) -> None:
             f"variational inference in the tangent model needs a Gaussian prior, and {type(prior).__name__} is none; "
             "use lw.variational.mean_field or layerwise"
         )
+    check_independent(prior, "variational inference in the tangent model")
     if target.unknown:
         raise Unsupported(
             f"variational inference keeps the likelihood's {', '.join(target.unknown)} fixed; give a number, or sample "
