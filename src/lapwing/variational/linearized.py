@@ -107,7 +107,7 @@ def _check(target: Target) -> None:
 # -- the problem --------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class Iterate(NamedTuple):
     """A q, and what follows from it."""
 
     mean: Tensor  # (p,)
@@ -119,7 +119,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class TangentBound:
     """The tangent model at all data, with its prior."""
 
     likelihood: Any
@@ -131,7 +131,7 @@ class Problem:
     m0: Tensor  # (p,)
 
     @cached_property
-    def start(self) -> Place:
+    def start(self) -> Iterate:
         """Laplace's q about θ*."""
         root = self.likelihood.scaled_root(self.f, self.y)
         return self.at(self.theta, root @ root.mT)
@@ -141,7 +141,7 @@ class Problem:
         r = torch.einsum("mcq,mcp->mqp", psd_root(w), self.rows).flatten(0, 1)
         return r if len(r) <= r.shape[1] else torch.linalg.qr(r, mode="r").R
 
-    def at(self, mean: Tensor, w: Tensor) -> Place:
+    def at(self, mean: Tensor, w: Tensor) -> Iterate:
         """The bound, and where it points."""
         precision = _precision(self.root(w), self.a)
         h = self.f + self.rows @ (mean - self.theta)
@@ -152,9 +152,9 @@ class Problem:
         curvature = integral.over(self._curvature)
         price = (self.a * (mean - self.m0).square()).sum() + linalg.logdet(precision) - self.a.log().sum()
         kl = 0.5 * (price - torch.einsum("mab,mab->", w, v))
-        return Place(mean, w, fit.sum() - kl, score, curvature, precision)
+        return Iterate(mean, w, fit.sum() - kl, score, curvature, precision)
 
-    def towards(self, here: Place, t: float) -> Place:
+    def towards(self, here: Iterate, t: float) -> Iterate:
         """A part t of the way."""
         gradient = torch.einsum("mc,mcp->p", here.score, self.rows) - self.a * (here.mean - self.m0)
         w = torch.lerp(here.w, here.curvature, t)
@@ -180,7 +180,7 @@ def _precision(root: Tensor, a: Tensor) -> Any:
     return linalg.shift(held, Diagonal(a, p))
 
 
-def _risen(problem: Problem, here: Place, t: float) -> tuple[Place, float]:
+def _risen(problem: TangentBound, here: Iterate, t: float) -> tuple[Iterate, float]:
     """A step up from here and its part, t at the most; less than SMALLEST where there is none."""
     while t >= SMALLEST:
         there = problem.towards(here, t)
@@ -190,7 +190,7 @@ def _risen(problem: Problem, here: Place, t: float) -> tuple[Place, float]:
     return here, t
 
 
-def _read(target: Target, budget: int) -> Problem:
+def _read(target: Target, budget: int) -> TangentBound:
     """Outputs and J at all data, by one pass."""
     joint = target.joint
     model, fs, ys, rows = joint.tangent, [], [], []
@@ -210,7 +210,7 @@ def _read(target: Target, budget: int) -> Problem:
     theta = model.theta.to(torch.float64)
     precision, shift = joint.prior.quadratic(theta)
     a = precision.dense()
-    return Problem(joint.likelihood, torch.cat(fs), torch.cat(ys), torch.cat(rows), theta, a, shift / a)
+    return TangentBound(joint.likelihood, torch.cat(fs), torch.cat(ys), torch.cat(rows), theta, a, shift / a)
 
 
 # -- what is found ------------------------------------------------------------------------------------------------
