@@ -24,7 +24,7 @@ def test_an_internal_class_shares_its_name_with_no_other():
 
 
 def public(name: str, path: tuple[str, ...]) -> bool:
-    """Whether a room on the way to the file, or the package itself, hands the class out. An integration's file is a room."""
+    """Whether a room on the way to the file, or the package itself, hands the class out; an integration is a room."""
     if path[0] == "integrations":
         return not name.startswith("_")
     rooms = [importlib.import_module(".".join(["lapwing", *path[:k]])) for k in range(len(path))]
