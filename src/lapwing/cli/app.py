@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,7 +59,8 @@ def demo(
             raise
         why = f"the demo needs {missing}, which is not installed; pip install 'lapwing[demo]'"
         raise Unsupported(why) from error
-    run(out, seed)
+    with contextlib.redirect_stdout(ctx.obj.stdout):  # its tables are the figures
+        run(out, seed)
 
 
 def program(
