@@ -37,7 +37,7 @@ from lapwing.integrations.botorch import LaplaceModel
 
 ROOT = pathlib.Path(__file__).parents[1]
 JOURNAL = ROOT / "studies/results/bayesian_optimization.jsonl"
-FIGURE = ROOT / "docs/studies/figures/bayesian_optimization.png"
+FIGURE = ROOT / "docs/studies/figures" / "bayesian_optimization.png"
 SCORED = {"Branin": (Branin, {}), "Hartmann-3": (Hartmann, {"dim": 3})}
 OTHERS = {"Six-hump camel": (SixHumpCamel, {}), "Levy-3": (Levy, {"dim": 3})}
 SCORING, CHOOSING = range(10), range(100, 103)  # seeds

@@ -30,6 +30,7 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "ekfac": {"structure": "ekfac"},
     "layerwise": {"structure": "kron", "prior": {"0.weight": 0.5, "0.bias": 2.0, "2.*": 3.0}},
 }
+QUICK, FULL = ("kron", "full, last layer", "dual"), pytest.mark.full
 ANY = ({0: torch.export.Dim("n", min=1)},)
 
 
@@ -49,7 +50,7 @@ def expected(la: lw.Laplace, x: Tensor, link: str = "probit") -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
-@pytest.mark.parametrize("name", [*STRUCTURES])
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=FULL) for name in STRUCTURES])
 def test_a_module_is_the_prediction_at_any_number_of_examples(name: str, likelihood: str) -> None:
     la = fitted(likelihood, **STRUCTURES[name])
     served = export.module(la, normal(5, 5))  # as many examples as inputs
@@ -59,23 +60,26 @@ def test_a_module_is_the_prediction_at_any_number_of_examples(name: str, likelih
             close(found, wanted)
 
 
-@pytest.mark.full
+@FULL
 @pytest.mark.parametrize("link", ["probit_centered", "mean_field", "bridge", "bridge_norm"])
 def test_links_are_those_of_predictions(link: str) -> None:
     la, x = fitted(), normal(6, 5, seed=2)
     close(export.module(la, normal(4, 5), link)(x)[0], expected(la, x, link)[0])
 
 
+@FULL
 def test_binary_outputs_have_the_probit_link() -> None:
     la, x = fitted("bernoulli"), normal(6, 5, seed=2)
     close(export.module(la, normal(1, 5))(x)[0], expected(la, x)[0])
 
 
+@FULL
 def test_noise_or_temperature_is_that_of_the_fit() -> None:
     la, x = fitted("gaussian").tuned(center="map"), normal(6, 5, seed=2)
     close(export.module(la, x)(x)[1], la.predict(x).f_var)
 
 
+@FULL
 def test_a_classification_is_served_with_its_calibration() -> None:
     la, x = fitted().replace(likelihood="categorical"), normal(6, 5, seed=2)
     tuned = lw.laplace(mlp(), la.data, "classification").tuned()
@@ -104,6 +108,7 @@ class Pooled(nn.Module):
         return self.head(torch.tanh(self.each(x)).mean(1))
 
 
+@FULL
 @pytest.mark.parametrize("structure", ["kron", "full"])
 def test_positions_are_served_by_the_last_layer_alone(structure: str) -> None:
     torch.manual_seed(0)
@@ -126,7 +131,7 @@ def test_a_network_of_any_kind_is_served_by_its_last_layer() -> None:
         export.module(lw.laplace(model, la.data, "gaussian", structure="kron"), x)
 
 
-@pytest.mark.parametrize("name", ["kron", "full, last layer"])
+@pytest.mark.parametrize("name", ["full, last layer", pytest.param("kron", marks=FULL)])
 def test_torch_export_takes_it_and_a_file_gives_it_back(name: str) -> None:
     la, x = fitted(**STRUCTURES[name]), normal(7, 5, seed=3)
     program = torch.export.export(export.module(la, normal(4, 5)), (normal(4, 5),), dynamic_shapes=ANY)
@@ -140,7 +145,7 @@ def test_torch_export_takes_it_and_a_file_gives_it_back(name: str) -> None:
         close(found, wanted)
 
 
-@pytest.mark.full
+@FULL
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
 @pytest.mark.parametrize("name", ["kron", "kron, last layer", "full, last layer"])
 def test_onnx_gives_the_same_at_another_number_of_examples(name: str, likelihood: str) -> None:
