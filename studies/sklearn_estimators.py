@@ -2,6 +2,7 @@
 
     python studies/sklearn_estimators.py                      # seeds 0 to 4, which are scored
     python studies/sklearn_estimators.py --seeds 100 101 102  # any others: printed, and not written to the page
+    python studies/sklearn_estimators.py --sets iris wine     # some of the sets
     python studies/sklearn_estimators.py --table              # the page again, from the record
 
     lapwing        LaplaceClassifier(random_state=seed), LaplaceRegressor(random_state=seed)
@@ -118,12 +119,12 @@ def one(name: str, method: str, seed: int) -> dict[str, Any]:
             "seconds": seconds}  # fmt: skip
 
 
-def run(seeds: list[int]) -> list[dict[str, Any]]:
+def run(sets: list[str], seeds: list[int]) -> list[dict[str, Any]]:
     """All rows of these seeds; those that the journal has are not run again."""
     JOURNAL.parent.mkdir(exist_ok=True)
     known = [json.loads(text) for text in JOURNAL.read_text().splitlines()] if JOURNAL.exists() else []
     rows = {(r["set"], r["method"], r["seed"]): r for r in known}
-    wanted = [(name, method, seed) for name in (*CLASSES, *NUMBERS) for seed in seeds for method in METHODS]
+    wanted = [(name, method, seed) for name in sets for seed in seeds for method in METHODS]
     for key in wanted:
         if key not in rows:
             rows[key] = one(*key)
@@ -150,14 +151,14 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
         found = [r[field] for r in rows if r["set"] == name and r["method"] == method]
         return found if field == "network" else np.array(found)
 
-    rivals = METHODS[1:]
+    rivals, sets = METHODS[1:], list(dict.fromkeys(r["set"] for r in rows))
     out = ["NLL, nats an example, mean of the splits; lower is better.", ""]
     out += [line(("set", *METHODS, *(f"lapwing less {m}" for m in rivals))), "|---" + "|--:" * 7 + "|"]
-    for name in (*CLASSES, *NUMBERS):
+    for name in sets:
         nll = {m: of(name, m, "nll") for m in METHODS}
         out.append(line((name, *(f"{nll[m].mean():.4f}" for m in METHODS),
                          *(paired(nll["lapwing"], nll[m]) for m in rivals))))  # fmt: skip
-    lost = [f"{name} (seed {seed}: {method})" for name in (*CLASSES, *NUMBERS) for method in METHODS[1:3]
+    lost = [f"{name} (seed {seed}: {method})" for name in sets for method in METHODS[1:3]
             for seed, a, b in zip(of(name, "lapwing", "seed"), of(name, "lapwing", "nll"), of(name, method, "nll"),
                                   strict=True) if a > b]  # fmt: skip
     out += ["", f"Splits in which a network of scikit-learn is better: {', '.join(lost) or 'none'}.", ""]
@@ -166,7 +167,7 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
         line(("set", *METHODS, "chosen", "lapwing, CPU seconds", "sklearn", "sklearn, long")),
         "|---" + "|--:" * 8 + "|",
     ]
-    for name in (*CLASSES, *NUMBERS):
+    for name in sets:
         took = of(name, "lapwing", "network")
         told = ", ".join(f"{n} ({took.count(n)})" for n in sorted(set(took)))
         seconds = (f"{of(name, m, 'seconds').mean():.1f}" for m in METHODS[:3])
@@ -176,13 +177,14 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", nargs="+", choices=(*CLASSES, *NUMBERS), default=(*CLASSES, *NUMBERS))
     parser.add_argument("--seeds", nargs="+", type=int, default=SCORED)
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for kind in (LapwingWarning, ConvergenceWarning):
         warnings.simplefilter("ignore", kind)
-    rows = json.loads(RESULTS.read_text())["rows"] if args.table else run(args.seeds)
+    rows = json.loads(RESULTS.read_text())["rows"] if args.table else run(args.sets, args.seeds)
     print("\n".join(tables(rows)))
     if tuple(args.seeds) != SCORED:
         return
