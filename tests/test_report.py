@@ -406,7 +406,8 @@ def test_warnings_are_heard_once_and_stand_on_the_page(tmp_path):
         optimizer.step()
     fit = lw.laplace(net, (X, y), "categorical", structure="kron", prior=1e-3)
     with pytest.warns(lw.errors.LapwingWarning) as heard:
-        text = page(fit, integers(4, 21, seed=5), tmp_path)
+        batches = [(TEST[:9], integers(4, 9, seed=5)), (TEST[9:], integers(4, 12, seed=5))]
+        text = fit.report(batches, tmp_path / "it.html").read_text()
     assert len([w for w in heard if "predicts its own training data" in str(w.message)]) == 1
     assert "Warning: the posterior predicts its own training data" in text
 
@@ -445,6 +446,13 @@ def test_bad_input_is_told_and_writes_nothing(numbers, tmp_path):
         with pytest.raises((lw.errors.InvalidValue, lw.errors.Unsupported), match=match):
             wrong(tmp_path / "it.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_file_can_be_nothing_is_predicted(numbers, tmp_path, monkeypatch):
+    fit, y = numbers
+    monkeypatch.setattr(lw.Laplace, "predict", None)
+    with pytest.raises(lw.errors.InvalidValue, match="does not exist"):
+        fit.report((TEST, y), tmp_path / "no" / "it.html")
 
 
 def test_a_page_that_fails_leaves_the_old_one(numbers, tmp_path, monkeypatch):
