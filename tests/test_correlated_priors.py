@@ -105,6 +105,7 @@ HELD = {
     "block, products": ("block", PRODUCTS),
     "kron, products": ("kron", PRODUCTS),
     "kron, partly": ("kron", PARTLY),
+    "kron, bias apart": (lw.curvature.Kronecker(bias="apart"), PRODUCTS),
 }
 
 
@@ -144,7 +145,7 @@ def test_the_verbs_of_whitened_operators_are_dense_algebras(covariance: Any) -> 
     for op, M in [
         (prior.operator(), A),
         (plus(Dense(H), prior.operator()), H + A),
-        (linalg.scale(plus(Dense(H), prior.operator()), torch.tensor(0.6).double()), 0.6 * (H + A)),
+        (linalg.scale(plus(Dense(H), prior.operator()), torch.tensor(0.6, dtype=torch.float64)), 0.6 * (H + A)),
     ]:
         close(linalg.to_dense(op), M)
         close(linalg.diagonal(op), M.diagonal())
