@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from helpers import normal
+from helpers import close, normal
 from lapwing.errors import InvalidValue, Unsupported
-from lapwing.operators import linalg
+from lapwing.operators import Dense, linalg, plus
 
 NOISE = 0.4
 
@@ -94,22 +94,22 @@ def test_its_density_and_draws_are_those_of_the_dense_normal(covariance: Any) ->
 # -- the posterior ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("structure", "covariance"),
-    [
-        (lw.curvature.Full("primal"), PRODUCTS),
-        (lw.curvature.Full("primal"), JOINT),
-        (lw.curvature.Full("dual"), JOINT),
-        (lw.curvature.Full("dual"), LAYERS),
-        (lw.curvature.Full("dual", memory_budget=5_000), PARTLY),
-        (lw.curvature.LowRank(26), JOINT),
-        ("block", LAYERS),
-        ("block", PRODUCTS),
-        ("kron", PRODUCTS),
-        ("kron", PARTLY),
-    ],
-    ids=str,
-)
+HELD = {
+    "primal, products": (lw.curvature.Full("primal"), PRODUCTS),
+    "primal, joint": (lw.curvature.Full("primal"), JOINT),
+    "dual, joint": (lw.curvature.Full("dual"), JOINT),
+    "dual, layers": (lw.curvature.Full("dual"), LAYERS),
+    "dual by ranges, partly": (lw.curvature.Full("dual", memory_budget=5_000), PARTLY),
+    "lowrank, joint": (lw.curvature.LowRank(26), JOINT),
+    "block, layers": ("block", LAYERS),
+    "block, products": ("block", PRODUCTS),
+    "kron, products": ("kron", PRODUCTS),
+    "kron, partly": ("kron", PARTLY),
+    "kron, bias apart": (lw.curvature.Kronecker(bias="apart"), PRODUCTS),
+}
+
+
+@pytest.mark.parametrize(("structure", "covariance"), HELD.values(), ids=HELD)
 def test_the_posterior_is_that_of_dense_algebra(structure: Any, covariance: Any) -> None:
     net, (x, y) = problem()
     prior = lw.priors.Correlated(1.7, covariance=covariance, mean=0.1)
@@ -134,6 +134,29 @@ def test_the_posterior_is_that_of_dense_algebra(structure: Any, covariance: Any)
     torch.testing.assert_close(la.log_evidence(center="map"), evidence, rtol=1e-8, atol=1e-8)
     gamma = torch.trace(G @ torch.linalg.inv(M))
     torch.testing.assert_close(la.effective_dimension().sum(), gamma, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("covariance", [PRODUCTS, LAYERS, JOINT], ids=["products", "layers", "joint"])
+def test_the_verbs_of_whitened_operators_are_dense_algebras(covariance: Any) -> None:
+    net, _ = problem()
+    prior = lw.priors.Correlated(1.7, covariance=covariance).bind(lw.linearize(net).layout)
+    H, v, rows = spd(26, 11), normal(3, 26, seed=4), normal(5, 2, 26, seed=6)
+    A = torch.linalg.inv(dense_covariance(covariance, 1.7))
+    for op, M in [
+        (prior.operator(), A),
+        (plus(Dense(H), prior.operator()), H + A),
+        (linalg.scale(plus(Dense(H), prior.operator()), torch.tensor(0.6, dtype=torch.float64)), 0.6 * (H + A)),
+    ]:
+        close(linalg.to_dense(op), M)
+        close(linalg.diagonal(op), M.diagonal())
+        close(linalg.mv(op, v), v @ M)
+        close(linalg.solve(op, v), torch.linalg.solve(M, v.mT).mT)
+        close(linalg.logdet(op), torch.logdet(M))
+        close(linalg.covariance(op, rows), rows @ torch.linalg.solve(M, rows.mT))
+        draws = linalg.draw(op, 20_000, torch.Generator().manual_seed(0))
+        S = torch.linalg.inv(M)
+        error = (draws.T.cov() - S).abs() / (S.diagonal().outer(S.diagonal()) + S.square()).sqrt()
+        assert float(error.max()) < 5 / 20_000**0.5
 
 
 def test_draws_have_the_posterior_covariance() -> None:

@@ -234,7 +234,8 @@ def test_swag_draws_have_its_moments(rank: int) -> None:
 
 def test_swag_renews_batch_norm() -> None:
     (net,), (x, y) = networks(1, norm=True), points()
-    source = lw.subsets.Swag(net, 2)
+    net.train()(x + 3)  # statistics that are not those of the data
+    source = lw.subsets.Swag(net.eval(), 2)
     for _ in range(3):
         with torch.no_grad():
             net[0].weight.add_(0.1)
@@ -248,6 +249,7 @@ def test_swag_renews_batch_norm() -> None:
         hidden = x @ w["0.weight"].T + w["0.bias"]
         assert_close(one.tangent.constants["1.running_mean"], hidden.mean(0))
         assert_close(one.tangent.constants["1.running_var"], hidden.var(0))
+        assert one.tangent.model[1].momentum == net[1].momentum
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert fit.n == 20
     assert fit(x).mean.shape == (20, 2)
