@@ -105,7 +105,7 @@ def references(lines: list[Row]) -> list[str]:
     return out
 
 
-def settings(lines: list[Row], choice: int, chosen: Callable[[str, str], Any]) -> list[str]:
+def settings(lines: list[Row], choice: int, chosen: Callable[[str, str], tuple[bool, Any]]) -> list[str]:
     """What was chosen on the seed of choices, of how many that were tried."""
     out = head("method", *CASES)
     for name, tried in TRIED.items():
@@ -113,8 +113,8 @@ def settings(lines: list[Row], choice: int, chosen: Callable[[str, str], Any]) -
             cells = []
             for case in CASES:
                 some = [one for one in lines if (one["case"], one["seed"], one["method"]) == (case, choice, name)]
-                done = len(some) == len(tried.settings)
-                cells.append(f"{chosen(case, name)} of {len(some)}" if done else "not chosen")
+                known, setting = chosen(case, name)
+                cells.append(f"{setting} of {len(some)}" if known else "not chosen")
             out.append(line((name, *(c.replace("'", "") for c in cells))))
     return out
 
@@ -163,7 +163,7 @@ def means(found: dict[str, list[Row]]) -> TruthBench:
     return TruthBench(rows, Convergence(**found["HMC"][0]["convergence"]))
 
 
-def write(lines: list[Row], choice: int, chosen: Callable[[str, str], Any]) -> None:
+def write(lines: list[Row], choice: int, chosen: Callable[[str, str], tuple[bool, Any]]) -> None:
     """The record, the page's tables and its figure."""
     record = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions("torch", "lapwing")}
     cpu = round(sum(one["cpu"] for one in lines))

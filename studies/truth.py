@@ -87,16 +87,16 @@ def methods_of(name: str) -> dict[str, Method]:
     return {k: m for k, m in TRIED.items() if name != "regression" or not m.classes}
 
 
-def chosen(name: str, method: str) -> Any:
-    """The setting nearest to the reference on the seed of choices."""
+def chosen(name: str, method: str) -> tuple[bool, Any]:
+    """Whether there is a choice yet, and the setting nearest to the reference on the seed of choices."""
     of = TRIED[method].same or method
     if TRIED[of].settings == (None,):
-        return None
+        return True, None
     lines = [one for one in stored().values() if (one["case"], one["seed"], one["method"]) == (name, CHOICE, of)]
     fine = [one for one in lines if one["row"] and math.isfinite(one["row"]["variation"])]
     if len(lines) < len(TRIED[of].settings) or not fine:
-        raise SystemExit(f"no setting of {of} on {name} has been chosen; run --part choose first")
-    return min(fine, key=lambda one: one["row"]["variation"])["setting"]
+        return False, None
+    return True, min(fine, key=lambda one: one["row"]["variation"])["setting"]
 
 
 def choose(names: list[str]) -> None:
@@ -108,13 +108,19 @@ def choose(names: list[str]) -> None:
 
 
 def score(names: list[str], seeds: list[int]) -> None:
+    """Methods whose settings are chosen, or that have none."""
     for seed in seeds:
         for name in names:
             run(name, seed, "HMC")
             for method in methods_of(name):
                 key = f"{name}/{seed}/{method}"
-                if not any(k == key or k.startswith(f"{key}/") for k in stored()):
-                    run(name, seed, method, chosen(name, method))
+                if any(k == key or k.startswith(f"{key}/") for k in stored()):
+                    continue
+                known, setting = chosen(name, method)
+                if known:
+                    run(name, seed, method, setting)
+                else:
+                    print(f"{key}: left out, no setting has been chosen; run --part choose", flush=True)
 
 
 def main() -> None:
