@@ -7,6 +7,7 @@ Every test starts from the same seed and must leave torch's global switches as i
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -62,6 +63,12 @@ def _same_world() -> Iterator[None]:
     before = _switches()
     yield
     assert _switches() == before
+
+
+@pytest.fixture
+def hasty_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trials take as few examples as they can: what things cost is not what is tested."""
+    monkeypatch.setattr(importlib.import_module("lapwing.doctor.trial"), "QUICK", 0.01)
 
 
 @pytest.fixture

@@ -370,6 +370,7 @@ def test_evidences_of_different_concentrations_do_not_compare() -> None:
         lw.compare({"a": one, "b": lw.laplace(net, data, "categorical", structure="kron")})
 
 
+@pytest.mark.usefixtures("hasty_doctor")
 def test_a_network_that_fits_its_labels_does_not_blind_it() -> None:
     """Where softmax's curvature vanishes, the doctor has nothing to say, and `tuned` keeps the fit (no warning)."""
     net, x, y = sure_network()

@@ -244,6 +244,7 @@ def test_padding_does_not_matter(jacobian: Oracle) -> None:
         assert_close(a.predict(x).covariance, b.predict(more).covariance, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.usefixtures("hasty_doctor")
 def test_the_last_layer_and_the_doctor_take_hugging_face_batches() -> None:
     model = Encoder()
     data = [Encoding({**tokens(6, 4), "labels": torch.randint(3, (6,))}) for _ in range(3)]
@@ -413,6 +414,7 @@ def test_a_graph_as_a_pair_says_how_to_give_it() -> None:
         lw.laplace(GraphNet(), ((torch.randn(5, 3), ring(5)), torch.randint(2, (5,))), "categorical")
 
 
+@pytest.mark.usefixtures("hasty_doctor")
 def test_the_doctor_and_files_take_graphs(tmp_path: Path) -> None:
     model = GraphNet()
     data = [((torch.randn(n, 3), ring(n)), torch.randint(2, (n,))) for n in (7, 5)]

@@ -160,6 +160,7 @@ def test_what_is_called_lost() -> None:
     assert unfit((1.1, 0.5))
 
 
+@pytest.mark.usefixtures("hasty_doctor")
 def test_the_doctor_says_so_before(sure: Any) -> None:
     net, x, y = sure
     report = lw.doctor(net, (x, y), "categorical")
