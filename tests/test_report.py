@@ -405,8 +405,8 @@ def test_warnings_are_heard_once_and_stand_on_the_page(tmp_path):
         nn.functional.cross_entropy(net(X), y).backward()
         optimizer.step()
     fit = lw.laplace(net, (X, y), "categorical", structure="kron", prior=1e-3)
+    batches = [(TEST[:9], integers(4, 9, seed=5)), (TEST[9:], integers(4, 12, seed=5))]
     with pytest.warns(lw.errors.LapwingWarning) as heard:
-        batches = [(TEST[:9], integers(4, 9, seed=5)), (TEST[9:], integers(4, 12, seed=5))]
         text = fit.report(batches, tmp_path / "it.html").read_text()
     assert len([w for w in heard if "predicts its own training data" in str(w.message)]) == 1
     assert "Warning: the posterior predicts its own training data" in text
