@@ -163,7 +163,7 @@ def verbs(rank: int, size: int) -> dict[str, Any]:
 
 
 def calibrated(rank: int, size: int) -> dict[str, Any]:
-    """How sure a classifier may be: of numbers, whose features no rank has of all; and of integers, which have none."""
+    """How sure a classifier may be: of numbers, by features of all ranks' inputs; and of integers, which have none."""
     group, y = "world" if size > 1 else None, problem("categorical")[1]
     words = torch.randint(6, (N, 2), generator=G(4))
     out: dict[str, Any] = {}
@@ -749,15 +749,14 @@ def test_tuned_is_that_of_one_process(folder: Path, name: str, size: int) -> Non
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_calibration_is_the_same_on_all_ranks_and_that_of_one_process_without_features(
-    folder: Path, size: int
-) -> None:
+def test_a_calibration_is_the_same_on_all_ranks_and_that_of_one_process(folder: Path, size: int) -> None:
     ranks, (alone,) = (found(folder, "calibrated", n) for n in (size, 1))
     assert_same(ranks)
     for key in ("integers", "integers: n"):
         close(ranks[0][key], alone[key])
-    assert ranks[0]["numbers: n"][0] == N
-    assert "no features" in ranks[0]["numbers: n"][1][0]
+    close(ranks[0]["numbers"], alone["numbers"], 1e-6)
+    assert ranks[0]["numbers: n"] == alone["numbers: n"]
+    assert "no features" not in alone["numbers: n"][1][0]
 
 
 def test_parameters_of_a_wrapped_model_have_their_own_names(folder: Path) -> None:

@@ -72,7 +72,7 @@ Layers = dict[str, Any]  # Factored or Made, by the name of a layer
 
 
 @dataclass(eq=False)
-class GradientRoom:
+class BlockMemory:
     """Memory for the gradients of a block of examples; zero for layers that an example does not call."""
 
     examples: int
@@ -151,7 +151,7 @@ class Side:
         valid until the next. pairs: of outputs, whose products with another example's will be asked for."""
         n = len(self.f)
         rows = max(1, min(rows, n - after)) if self.cut else n
-        room, capture = GradientRoom(rows), Capture(self.tangent, self.parts)
+        room, capture = BlockMemory(rows), Capture(self.tangent, self.parts)
         for start in range(after, n, rows):
             block = slice(start, min(n, start + rows))
             for place, x in self.pieces(block):
@@ -169,7 +169,7 @@ class Side:
             place = slice(start, min(start + size, block.stop))
             yield place, tree.rows_of(self.x, place)
 
-    def _fill(self, room: GradientRoom, place: slice, x: Any, record: Any, outputs: range, pairs: int) -> None:
+    def _fill(self, room: BlockMemory, place: slice, x: Any, record: Any, outputs: range, pairs: int) -> None:
         """Gradients of a run, into their place in the room."""
         n, f, views = len(record.f), record.f.detach(), record.views()
         eye = torch.eye(f[0].numel(), dtype=f.dtype, device=f.device)[outputs.start : outputs.stop]
@@ -189,7 +189,7 @@ class Side:
                 made *= self._roots(self.others)
         room.clear(place, {*layers, *([""] if self.others else [])})
 
-    def _layer(self, room: GradientRoom, place: slice, part: Part, view: Any, k: int, pairs: int) -> Apart | Summed:
+    def _layer(self, room: BlockMemory, place: slice, part: Part, view: Any, k: int, pairs: int) -> Apart | Summed:
         """Where a layer's gradients go, and what they are made of."""
         (b, o, i), root = part.shape, self._root(part)
         plain = isinstance(view, DenseInputs) and b == 1 and (root is None or bool((root == root[0]).all()))
