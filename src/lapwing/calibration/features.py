@@ -8,11 +8,12 @@ number of the inputs that never changes is left out. Shapes: n inputs of D numbe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,21 +53,44 @@ class InputFeatures:
 
 def input_features(batches: Iterable[Any], device: torch.device) -> InputFeatures | None:
     """By one pass over the data, without the network; None where inputs are no tensor of numbers, or of too many."""
-    if not ranks_of(batches).alone:  # inputs of a rank's own are not those of all
-        return None
-    n, first, eps = 0, torch.empty(0), 0.0
+    ranks, fit = ranks_of(batches), True
+    found: Moments | None = None
     for x, _ in passes(batches, device, label="inputs"):
-        if not suits(x) or (n and x[0].numel() != len(first)):
-            return None
-        rows = x.flatten(1).double()
-        if not n:  # sums are about the first input, so that squares of a large mean do not round the rest away
-            first, sums, eps = rows[0], rows.new_zeros(2, rows.shape[1]), torch.finfo(x.dtype).eps
-        n += len(rows)
-        sums += torch.stack([(rows - first).sum(0), (rows - first).square().sum(0)])
-    mean = first + sums[0] / n
-    std = (sums[1] / n - (sums[0] / n).square()).clamp(min=0).sqrt()
+        fit = fit and suits(x) and (found is None or x[0].numel() == len(found.mean))
+        if fit:
+            some = Moments.of(x)
+            found = some if found is None else found.joined(some)
+    if ranks.anywhere(not fit, "inputs without features"):
+        return None
+    parts = ranks.joined([] if found is None else [found], "moments of the inputs")
+    if len({len(one.mean) for one in parts}) != 1:
+        return None
+    n, mean, square, eps = functools.reduce(Moments.joined, parts)
+    std = (square / n).sqrt()
     still = std <= 4 * eps * mean.abs()  # it changes by rounding alone, whatever its unit
     return InputFeatures(mean, torch.where(still, 0.0, 1 / (std * math.sqrt(max(1, int((~still).sum()))))))
+
+
+class Moments(NamedTuple):
+    """Of rows of inputs, each number by itself; sums of squares are about the mean, and so lose nothing by rounding."""
+
+    n: Tensor  # 0-dim
+    mean: Tensor  # (D,)
+    square: Tensor  # Σ (x − mean)² (D,)
+    eps: Tensor  # of the inputs' dtype, 0-dim
+
+    @staticmethod
+    def of(x: Tensor) -> Moments:
+        """Of a batch (n, ...)."""
+        rows = x.flatten(1).double()
+        mean, eps = rows.mean(0), rows.new_tensor(torch.finfo(x.dtype).eps)
+        return Moments(rows.new_tensor(len(rows)), mean, (rows - mean).square().sum(0), eps)
+
+    def joined(self, other: Moments) -> Moments:
+        """Of the rows of both."""
+        n, apart = self.n + other.n, other.mean - self.mean
+        square = self.square + other.square + apart.square() * (self.n * other.n / n)
+        return Moments(n, self.mean + apart * (other.n / n), square, torch.maximum(self.eps, other.eps))
 
 
 def suits(x: Any) -> bool:

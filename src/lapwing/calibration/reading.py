@@ -88,11 +88,13 @@ def read(
             phi = features(x)
             phis.append(phi[some])
             _add(sums, phi, f, _observed(likelihood, f, y))
-    kept = ranks.joined(kept, "rows of training data")  # a rank may have none
+    kept, n = ranks.joined(kept, "rows of training data"), ranks.count(n, "examples")  # a rank may have none
     f, e, y = (torch.cat(parts, dim) for parts, dim in zip(zip(*kept, strict=True), (0, 1, 0), strict=True))
-    if features is None:
-        return Seen(f, e, y, ranks.count(n, "examples"))
-    fits = _regressions(sums, n, torch.cat(phis), f, _observed(likelihood, f, y))
+    if ranks.anywhere(features is None, "outputs without features"):
+        return Seen(f, e, y, n)
+    phi = torch.cat(ranks.joined(phis, "features of rows"))
+    sums = ranks.total(sums or _no_sums(phi, f), "sums of features")
+    fits = _regressions(sums, n, phi, f, _observed(likelihood, f, y))
     return Seen(f, e, y, n, features, *fits)
 
 
@@ -122,11 +124,15 @@ def _nodes(made: Outputs) -> Tensor:
     return made.nodes(torch.arange(len(f), device=f.device), None).f[:NODES] - f
 
 
-def _add(sums: list[Tensor], phi: Tensor, *targets: Tensor) -> None:
-    """Φᵀ Φ and Φᵀ 1; then for each of the targets Φᵀ t, tᵀ t, tᵀ 1."""
-    found = [phi.mT @ phi, phi.sum(0)]
-    for t in targets:
-        found += [phi.mT @ t, t.mT @ t, t.sum(0)]
+def _no_sums(phi: Tensor, f: Tensor) -> list[Tensor]:
+    """What a rank without data adds to: zeros, for features (m, d) and outputs (m, c)."""
+    d, c = phi.shape[1], f.shape[1]
+    return [phi.new_zeros(shape) for shape in ((d, d), (d,), *2 * ((d, c), (c, c), (c,)))]
+
+
+def _add(sums: list[Tensor], phi: Tensor, f: Tensor, t: Tensor) -> None:
+    """Φᵀ Φ and Φᵀ 1; then for outputs f and observations t each Φᵀ t, tᵀ t, tᵀ 1."""
+    found = [phi.mT @ phi, phi.sum(0), *(one for t in (f, t) for one in (phi.mT @ t, t.mT @ t, t.sum(0)))]
     if not sums:
         sums.extend(torch.zeros_like(one) for one in found)
     for total, one in zip(sums, found, strict=True):
