@@ -57,14 +57,14 @@ def trained(net: Any, examples: list[dict[str, Tensor]], seed: int) -> tuple[lw.
     return laplace.la, {"train": train["cpu"], "fit and tune": fit["cpu"]}
 
 
-@torch.no_grad()
 def scored(seed: int) -> dict[str, Any]:
     """Probabilities of the test sentences by the network and by its posterior, with their labels."""
     net, examples = minilm(seed)
     la, seconds = trained(net, examples("train", SENTENCES), seed)
     test = list(torch.utils.data.DataLoader(examples("test", None), FORWARD))  # type: ignore[arg-type]
     net.eval()
-    network = torch.cat([net(**some).logits.softmax(-1) for some in test])
+    with torch.no_grad():
+        network = torch.cat([net(**some).logits.softmax(-1) for some in test])
     predict, ours = clocks(lambda: torch.cat([la.predict(some).probs for some in test]))
     assert la.calibration is not None
     return {
