@@ -161,16 +161,17 @@ def test_the_checkpoint_of_another_walk_is_refused(tmp_path: Path, monkeypatch: 
 
 
 ALL = [hmc, mala, metropolis, *(partial(one, step=0.1) for one in (langevin, sgld, sghmc))]
+NAMES = lambda one: getattr(one, "func", one).__name__  # noqa: E731
 
 
-@pytest.mark.parametrize("sampler", ALL, ids=lambda one: getattr(one, "func", one).__name__)
+@pytest.mark.parametrize("sampler", ALL, ids=NAMES)
 def test_an_improper_prior_is_refused(sampler: Callable[..., lw.Fitted]) -> None:
     model, x, y = linear()
     with pytest.raises(Unsupported, match=r"Jeffreys is improper.*prior\.penalty"):
         sampler(model, (x, y), "gaussian", prior=Jeffreys())
 
 
-@pytest.mark.parametrize("sampler", [one for one in ALL if one is not metropolis], ids=lambda one: str(one)[:40])
+@pytest.mark.parametrize("sampler", [one for one in ALL if one is not metropolis], ids=NAMES)
 def test_discrete_weights_are_for_a_sampler_without_gradients(sampler: Callable[..., lw.Fitted]) -> None:
     model, x, y = linear()
     with pytest.raises(Unsupported, match=r"follows a gradient, and the weights of Bernoulli have none.*metropolis"):
