@@ -207,6 +207,7 @@ TRIED = {
     "Laplace, full, prior by evidence": Method(tuned),
     "Laplace, “classification”, tuned": Method(default, classes=True),
     "Laplace, full, through the network": Method(through),
+    "variational, tangent model": Method(named("variational tangent")),
     "mean-field VI": Method(mean_field(0.01), FIELD),
     "mean-field VI, longer": Method(mean_field(0.1), same="mean-field VI"),
     "SGLD": Method(walk(lw.samplers.sgld, 0.01), STEP),

@@ -154,7 +154,7 @@ def test_the_tangent_center_needs_no_mode() -> None:
     model, data, test = linear()
     with torch.no_grad():
         model.weight += 0.5
-    methods = ["laplace full", "laplace tangent", "laplace matrix-free"]
+    methods = ["laplace full", "laplace tangent", "laplace matrix-free", "variational tangent"]
     bench = lw.truth_bench(model, data, known(), PRECISION, methods, FAST, test=test)
     assert bench["laplace tangent"]["variation"] < bench["hmc"]["variation"] + 0.01
     assert bench["laplace full"]["variation"] > 0.3
@@ -162,6 +162,8 @@ def test_the_tangent_center_needs_no_mode() -> None:
     assert bench["laplace tangent"]["epochs"] == 2  # J twice
     assert bench["laplace full"]["epochs"] == 1
     assert bench["laplace matrix-free"]["epochs"] > 1
+    assert abs(bench["variational tangent"]["variation"] - bench["laplace tangent"]["variation"]) < 1e-3
+    assert bench["variational tangent"]["epochs"] == 1
 
 
 def sharp(a: float) -> nn.Module:

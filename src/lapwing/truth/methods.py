@@ -94,6 +94,12 @@ def by_laplace(problem: Problem, likelihood: Any = None, center: str = "map", **
     return Trial(la, float(epochs), {"mean": "tangent"})
 
 
+def variational_tangent(problem: Problem) -> Trial:
+    """The nearest Gaussian of all weights in the tangent model; its steps read no data."""
+    post = variational.tangent(problem.model, problem.data, problem.likelihood, prior=problem.prior)
+    return Trial(post, float(problem.outputs))
+
+
 def mean_field(problem: Problem, steps: int = 2000, batch: int = 128, **told: Any) -> Trial:
     """Mean-field variational inference from the trained network."""
     post = variational.mean_field(
@@ -212,6 +218,7 @@ METHODS: dict[str, Method] = {
     "laplace matrix-free": lambda problem: by_laplace(problem, structure="matrix_free", generator=problem.seeded()),
     "laplace tangent": lambda problem: by_laplace(problem, center="tangent", structure="full"),
     "laplace dirichlet": lambda problem: by_laplace(problem, "dirichlet", structure="full"),
+    "variational tangent": variational_tangent,
     "mean-field": mean_field,
     "sgld": lambda problem: by_steps(problem, samplers.sgld),
     "sghmc": lambda problem: by_steps(problem, samplers.sghmc),
