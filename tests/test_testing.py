@@ -189,7 +189,7 @@ PRIORS: dict[str, tuple[lw.priors.Prior, str]] = {
     "draws too wide": (Heavy(spread=1.2), r"E\[θ_i ∂_i log p\] = −1"),
     "constant off": (Heavy(density=3.0), "log_prob integrates to one"),
     "not normalized in its scale": (Unscaled(), "log_prob is normalized at every scale"),
-    "negative curvature": (Heavy(curvature=-1.0), "A of quadratic is positive"),
+    "negative curvature": (Heavy(curvature=-1.0), "the diagonal of A is positive"),
 }
 
 

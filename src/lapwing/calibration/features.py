@@ -54,24 +54,24 @@ class InputFeatures:
 def input_features(batches: Iterable[Any], device: torch.device) -> InputFeatures | None:
     """By one pass over the data, without the network; None where inputs are no tensor of numbers, or of too many."""
     ranks, fit = ranks_of(batches), True
-    found: Moments | None = None
+    found: InputMoments | None = None
     for x, _ in passes(batches, device, label="inputs"):
         fit = fit and suits(x) and (found is None or x[0].numel() == len(found.mean))
         if fit:
-            some = Moments.of(x)
+            some = InputMoments.of(x)
             found = some if found is None else found.joined(some)
     if ranks.anywhere(not fit, "inputs without features"):
         return None
     parts = ranks.joined([] if found is None else [found], "moments of the inputs")
     if len({len(one.mean) for one in parts}) != 1:
         return None
-    n, mean, square, eps = functools.reduce(Moments.joined, parts)
+    n, mean, square, eps = functools.reduce(InputMoments.joined, parts)
     std = (square / n).sqrt()
     still = std <= 4 * eps * mean.abs()  # it changes by rounding alone, whatever its unit
     return InputFeatures(mean, torch.where(still, 0.0, 1 / (std * math.sqrt(max(1, int((~still).sum()))))))
 
 
-class Moments(NamedTuple):
+class InputMoments(NamedTuple):
     """Of rows of inputs, each number by itself; sums of squares are about the mean, and so lose nothing by rounding."""
 
     n: Tensor  # 0-dim
@@ -80,17 +80,17 @@ class Moments(NamedTuple):
     eps: Tensor  # of the inputs' dtype, 0-dim
 
     @staticmethod
-    def of(x: Tensor) -> Moments:
+    def of(x: Tensor) -> InputMoments:
         """Of a batch (n, ...)."""
         rows = x.flatten(1).double()
         mean, eps = rows.mean(0), rows.new_tensor(torch.finfo(x.dtype).eps)
-        return Moments(rows.new_tensor(len(rows)), mean, (rows - mean).square().sum(0), eps)
+        return InputMoments(rows.new_tensor(len(rows)), mean, (rows - mean).square().sum(0), eps)
 
-    def joined(self, other: Moments) -> Moments:
+    def joined(self, other: InputMoments) -> InputMoments:
         """Of the rows of both."""
         n, apart = self.n + other.n, other.mean - self.mean
         square = self.square + other.square + apart.square() * (self.n * other.n / n)
-        return Moments(n, self.mean + apart * (other.n / n), square, torch.maximum(self.eps, other.eps))
+        return InputMoments(n, self.mean + apart * (other.n / n), square, torch.maximum(self.eps, other.eps))
 
 
 def suits(x: Any) -> bool:
