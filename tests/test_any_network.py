@@ -466,6 +466,7 @@ class Wide(nn.Module):
         return torch.tanh(self.body(x)) @ self.spread
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "structure", [pytest.param("full", marks=pytest.mark.full), "kron", pytest.param("diag", marks=pytest.mark.full)]
 )

@@ -209,6 +209,7 @@ def test_lanczos_vectors_that_do_not_fit_are_not_kept(monkeypatch: pytest.Monkey
     assert float(away) < 0.1 * float(found[0].log_det.samples.std())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("coarse")
 def test_standard_errors_fall_with_the_root_of_the_probes() -> None:
     la = lw.laplace(network(9), batch(9, "gaussian", n=300), "gaussian", structure="diag", prior=0.5)
@@ -541,6 +542,7 @@ def test_weights_that_no_output_depends_on() -> None:
 # -- coverage ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("coarse")
 @pytest.mark.filterwarnings("ignore:all 96 outputs lie in")  # of a network that is not trained, by chance
 def test_intervals_cover_the_dense_truth_nine_times_in_ten() -> None:

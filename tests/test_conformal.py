@@ -83,6 +83,7 @@ def test_mean_coverage_of_intervals_is_within_a_percent_of_nominal(score: str, l
     assert float(outside.max()) > 1 - level + 5 * ALLOWED  # without it, this model is wrong
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["classes", "binary"])
 @pytest.mark.parametrize("score", ["probability", "cumulative"])
 def test_mean_coverage_of_class_sets_is_within_a_percent_of_nominal(kind: str, score: str) -> None:

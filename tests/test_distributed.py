@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -602,7 +602,7 @@ def wrong_shares(rank: int, size: int) -> dict[str, Any]:
 
 SESSIONS: dict[str, tuple[Callable[[int, int], dict[str, Any]], tuple[int, ...]]] = {
     "fits": (fits, (1, 2, 3)),
-    "verbs": (verbs, (1, 3)),
+    "verbs": (verbs, (1, 2)),
     "calibrated": (calibrated, (1, 2, 3)),
     "streams": (streams, (1, 2, 3)),
     "spread": (spread, (1, 2, 3)),
@@ -615,6 +615,9 @@ SESSIONS: dict[str, tuple[Callable[[int, int], dict[str, Any]], tuple[int, ...]]
     "killed": (killed, (2, 3)),
     "absent": (absent, (2,)),
 }
+THREE = pytest.param(3, marks=pytest.mark.full)  # ranks
+UNEVEN = [pytest.param(name, 3, marks=pytest.mark.full) for name in ("dual", "ekfac")]
+SHARES = [(1, [5]), (2, [3, 2]), pytest.param(3, [2, 2, 1], marks=pytest.mark.full)]
 TIMEOUTS = {"killed": 10, "absent": 2}
 FOLDER: list[Path] = []  # where a session's files are
 
@@ -647,19 +650,21 @@ def _rank(name: str, rank: int, size: int, folder: Path) -> int:
     return 0
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, most: int) -> None:
+    """Every session of as many ranks, at the most."""
     torch.set_num_threads(1)
     torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))  # torch scripts its rules once, before the forks
     for name, (_, sizes) in SESSIONS.items():
         for size in sizes:
-            run(name, size, folder)
+            if size <= most:
+                run(name, size, folder)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = "PYTEST_XDIST_WORKER" in os.environ  # then one worker runs the sessions, and the others wait for it
     path = (tmp_path_factory.getbasetemp().parent if shared else tmp_path_factory.getbasetemp()) / "ranks"
     try:
@@ -669,7 +674,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             time.sleep(0.2)
         return path
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command, text = [sys.executable, __file__, str(path)], "the sessions did not end"
+    command, text = [sys.executable, __file__, str(path), str(_most(request.session.items))], "the sessions did not end"
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         text = done.stdout + done.stderr
@@ -678,6 +683,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / "text").rename(path / "log")
     assert done.returncode == 0, text
     return path
+
+
+def _most(items: Iterable[pytest.Item]) -> int:
+    """The ranks that some of these tests ask for: sessions of three take half of the time."""
+    return max(
+        getattr(getattr(one, "callspec", None), "params", {}).get("size", 2)
+        for one in items
+        if one.path == Path(__file__)
+    )
 
 
 def found(folder: Path, name: str, size: int) -> list[dict[str, Any]]:
@@ -711,7 +725,7 @@ def close(mine: Any, other: Any, tolerance: float = 1e-8) -> None:
         assert mine == other
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, THREE])
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_state_of_all_ranks_is_that_of_one_process(folder: Path, name: str, size: int) -> None:
     """Identity 10 across processes, with shards of unequal sizes and (of three) an empty one."""
@@ -724,7 +738,7 @@ def test_state_of_all_ranks_is_that_of_one_process(folder: Path, name: str, size
     close(joined(ranks[0]["batches"]), joined(alone["batches"]))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, THREE])
 def test_gram_of_all_ranks_is_that_of_dense_autograd(folder: Path, size: int) -> None:
     model, x = network(), inputs()
     params = dict(model.named_parameters())
@@ -740,7 +754,13 @@ def test_gram_of_all_ranks_is_that_of_dense_autograd(folder: Path, size: int) ->
         close(rank["primal"]["sums"]["gram"][0], gram)
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in STRUCTURES), ("dual", 3), ("ekfac", 3)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, 2) for name in STRUCTURES),
+        *(pytest.param(name, 3, marks=pytest.mark.full) for name in ("dual", "ekfac")),
+    ],
+)
 def test_tuned_is_that_of_one_process(folder: Path, name: str, size: int) -> None:
     ranks, (alone,) = ([one[name] for one in found(folder, "fits", n)] for n in (size, 1))
     assert_same(ranks)
@@ -748,7 +768,7 @@ def test_tuned_is_that_of_one_process(folder: Path, name: str, size: int) -> Non
         close(ranks[0][key], alone[key], 1e-6)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, THREE])
 def test_a_calibration_is_the_same_on_all_ranks_and_that_of_one_process(folder: Path, size: int) -> None:
     ranks, (alone,) = (found(folder, "calibrated", n) for n in (size, 1))
     assert_same(ranks)
@@ -779,20 +799,20 @@ def test_parameters_of_a_wrapped_model_have_their_own_names(folder: Path) -> Non
     ],
 )
 def test_verbs_of_ranks_are_those_of_one_process(folder: Path, key: str) -> None:
-    ranks, (alone,) = ([one[key] for one in found(folder, "verbs", n)] for n in (3, 1))
+    ranks, (alone,) = ([one[key] for one in found(folder, "verbs", n)] for n in (2, 1))
     assert_same(ranks)
     close(ranks[0], alone, 1e-6)
 
 
 def test_functional_processes_of_ranks_are_those_of_one_process(folder: Path) -> None:
-    ranks, (alone,) = ([one["processes"] for one in found(folder, "verbs", n)] for n in (3, 1))
+    ranks, (alone,) = ([one["processes"] for one in found(folder, "verbs", n)] for n in (2, 1))
     for one in ranks:
         close(one, alone, 1e-6)
         close(one, ranks[0], 1e-12)
 
 
 def test_random_starts_agree_within_their_errors(folder: Path) -> None:
-    ranks, (alone,) = found(folder, "verbs", 3), found(folder, "verbs", 1)
+    ranks, (alone,) = found(folder, "verbs", 2), found(folder, "verbs", 1)
     assert_same(ranks)
     close(ranks[0]["tuned by passes"], alone["tuned by passes"], 1e-2)
     for key in ("certificate's log_det", "certificate's variance", "certificate's inputs"):
@@ -802,7 +822,7 @@ def test_random_starts_agree_within_their_errors(folder: Path) -> None:
         assert max(map(abs, one["certificate of full"])) < 1e-6
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, THREE])
 def test_products_and_solves_are_those_of_one_process(folder: Path, size: int) -> None:
     ranks, (alone,) = found(folder, "streams", size), found(folder, "streams", 1)
     assert_same(ranks)
@@ -816,7 +836,7 @@ def test_minibatches_of_ranks_solve_the_same_system(folder: Path) -> None:
     torch.testing.assert_close(ranks[0], alone, rtol=0, atol=0.1 * float(alone.abs().max()))  # twice the tolerance
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, THREE])
 def test_noise_of_ranks_is_their_own(folder: Path, size: int) -> None:
     """E‖Rᵀe‖² = tr G; were the draws of ranks with the same data the same, it would be as many times that."""
     noise, trace = found(folder, "streams", size)[0]["noise"]
@@ -839,7 +859,7 @@ def test_samples_of_ranks_have_the_exact_posterior(folder: Path, size: int) -> N
 SPREAD = ("categorical", "noises")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, THREE])
 @pytest.mark.parametrize("kind", SPREAD)
 def test_spread_samples_are_those_of_one_process(folder: Path, kind: str, size: int) -> None:
     """Samples, draws, evidence, tuning and predictions of five samples over two and three ranks."""
@@ -849,7 +869,9 @@ def test_spread_samples_are_those_of_one_process(folder: Path, kind: str, size: 
         close(value, alone[kind][key], 1e-6)
 
 
-@pytest.mark.parametrize(("size", "shares"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1])])
+@pytest.mark.parametrize(
+    ("size", "shares"), [(1, [5]), (2, [3, 2]), pytest.param(3, [2, 2, 1], marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("kind", SPREAD)
 def test_each_rank_holds_its_share_of_the_samples(folder: Path, kind: str, size: int, shares: list[int]) -> None:
     """Samples, their base noise, and what conjugate gradients keep of them."""
@@ -861,7 +883,7 @@ def test_each_rank_holds_its_share_of_the_samples(folder: Path, kind: str, size:
     assert len(set(told)) == 1  # steps and passes
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, THREE])
 @pytest.mark.parametrize("kind", SPREAD)
 def test_gathered_samples_leave_the_group(folder: Path, kind: str, size: int) -> None:
     """Each rank then predicts at inputs of its own, and one saves a file that is whole."""
@@ -975,7 +997,7 @@ def test_a_group_is_usable_after_an_error(folder: Path) -> None:
     assert_same([rank["still"] for rank in ranks])
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, THREE])
 def test_a_killed_rank_ends_the_others_with_an_error(folder: Path, size: int) -> None:
     """In a fit, and of three in a product of a solve."""
     assert not (folder / f"killed {size - 1} of {size}.pt").exists()
@@ -1005,7 +1027,7 @@ def test_readers_of_one_process_refuse_a_shard() -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
 
 
 SHARED = ["hmc", "scales", "sgld", "at once", "one by one"]

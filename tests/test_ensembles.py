@@ -407,6 +407,7 @@ def test_agreement_and_total_variation_in_closed_cases() -> None:
         lw.metrics.agreement(lw.ensembles.deep(networks(2), "gaussian")(x), p)
 
 
+@pytest.mark.full
 def test_an_ensemble_is_worth_its_own_members() -> None:
     g = G().manual_seed(5)
     y = torch.randint(3, (200,), generator=g)

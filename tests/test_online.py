@@ -337,6 +337,7 @@ def test_draws_estimate_the_slope_without_bias(monkeypatch: pytest.MonkeyPatch) 
         assert abs(draws.mean() - exact) < 5 * draws.std() / 60**0.5
 
 
+@pytest.mark.full
 def test_gates_are_learnt_and_only_by_the_evidence() -> None:
     """A gate that multiplies pure noise features is worth closing: the evidence turns it down, its own part alone."""
     torch.manual_seed(0)

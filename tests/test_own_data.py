@@ -86,6 +86,7 @@ def test_a_file_says_it_too(sure: Any, tmp_path: Path) -> None:
     lw.load(tmp_path / "la", net).replace(prior=1e-3).predict(x[:3])  # without data there is nothing to compare
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:tuning stopped at a bound")
 def test_what_it_says_to_call_is_quiet(sure: Any) -> None:
     net, x, y = sure

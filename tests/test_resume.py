@@ -536,6 +536,7 @@ TRIALS = len(CASES)  # one of each; `make soak` makes 200 kills
 RANKS = [("kron", 2 + 10 + 7), ("ekfac", 2 + 10 + 4), ("ekfac", 2 + 10 + 10 + 8)]  # in the first pass and in the second
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_killed_fits_resume_to_the_same_bits(tmp_path: Path) -> None:
     """At random batches and while they write; alone, and on two ranks."""

@@ -114,6 +114,7 @@ def test_references_are_cached_by_all_that_they_follow_from(tmp_path: Path, monk
         run(cache=tmp_path)
 
 
+@pytest.mark.full
 def test_networks_of_the_same_words_and_weights_have_references_of_their_own(tmp_path: Path) -> None:
     class Net(nn.Linear):
         def __init__(self, act: Any) -> None:
@@ -257,6 +258,7 @@ def test_a_killed_reference_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch
     assert calls - 180 == 150  # the first 100 of 250 steps were in the checkpoint
 
 
+@pytest.mark.full
 def test_every_method_of_the_list_runs_on_classes() -> None:
     torch.manual_seed(0)
     x = torch.randn(40, 2).double()

@@ -167,6 +167,7 @@ def test_labels_that_the_network_foretells_ask_for_the_plain_network() -> None:
         la.tuned("validation", data=(xv, net(xv).argmax(1)))
 
 
+@pytest.mark.full
 def test_deterministic_and_leaves_the_original_alone() -> None:
     la = lw.laplace(mlp(2), regression(2, 10), "gaussian", subset="last_layer")
     held = sampled(la.replace(prior=0.2, likelihood=lw.likelihoods.Gaussian(0.2)), 3, 100)
