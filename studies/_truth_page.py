@@ -34,6 +34,7 @@ PUBLISHED = {
     "SGHMC, cyclical, preconditioned": (0.8746, 0.9096, 0.111),
     "mean-field VI": (0.8645, 0.8875, 0.136),
 }
+HUGE = 1e6
 PUBLISHED_JOINT = {  # ResNet-18 on CIFAR-100
     "MAP": (-1.40, -13.97, -27.89, -41.83, -55.89),
     "ensemble of 5": (-0.90, -6.86, -14.17, -22.29, -31.07),
@@ -65,6 +66,8 @@ def cell(row: Row, key: str) -> str:
     digits = DIGITS.get(key, 3)
     if not np.isfinite(mean):
         return "> 10" if key == "members" else "inf"
+    if abs(mean) > HUGE:  # of a walk that went off
+        return f"{mean:.0e}"
     return short(mean, digits) + (f" ± {short(half, digits)}" if key == "variation" else "")
 
 
