@@ -40,6 +40,9 @@ FEWER = (
     "default",
 )  # where networks or data are large
 LAST = {"structure": "kron", "subset": "last_layer"}
+JOINT, PIECE, KAPPA = 240, 30, 5  # test inputs whose labels are predicted together, in pieces; anchors of a set
+REPEATS = 20  # draws of sets
+RESAMPLED = 200  # draws of all test inputs with repetition, for the spread of the ECE
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,30 @@ class Answer:
     probs: Tensor
     known: Tensor
     unknown: Tensor | None
+    joint: float  # log-likelihood of the labels of sets of KAPPA inputs
     seconds: dict[str, float] = field(default_factory=dict)  # of CPU
+
+    def first(self, n: int | None) -> Answer:
+        """Of the first n inputs alone."""
+        return replace(self, loss=self.loss[:n], probs=self.probs[:n], known=self.known[:n])
+
+
+def together(pred: Callable[[Tensor], lw.Prediction | Tensor], x: Tensor, y: Tensor) -> float:
+    """Of the first JOINT inputs; every column gets the same sets. pred: of a piece, a joint prediction or (1, n, c)."""
+    found = []
+    for some, labels in zip(x[:JOINT].split(PIECE), y[:JOINT].split(PIECE), strict=True):
+        made = pred(some)
+        for k in range(REPEATS):
+            g = torch.Generator().manual_seed(k)
+            found.append(lw.metrics.joint_log_likelihood(made, labels, KAPPA, generator=g, each=True))
+    return float(torch.cat(found).mean())
 
 
 def tempered(f: Tensor, y: Tensor, strange: Tensor | None, T: float) -> Answer:
     """softmax f/T, float64. An input is as unknown as the largest probability is small."""
     loss, probs = -(f / T).log_softmax(1).gather(1, y[:, None])[:, 0], (f / T).softmax(1)
     unknown = None if strange is None else _doubt((strange / T).softmax(1))
-    return Answer(loss, probs, _doubt(probs), unknown)
+    return Answer(loss, probs, _doubt(probs), unknown, together(lambda p: p[None], probs, y))
 
 
 def _doubt(probs: Tensor) -> Tensor:
@@ -77,7 +96,12 @@ def predicted(la: lw.Laplace, problem: Problem, seconds: dict[str, float], link:
     unknown = None
     if problem.unknown is not None:
         unknown = torch.cat([la.predict(some).ood_score for some in problem.unknown.split(FORWARD)])
-    return Answer(loss, probs, known, unknown, {**seconds, "predict": taken["cpu"]})
+    return Answer(loss, probs, known, unknown, joint(la, problem, link), {**seconds, "predict": taken["cpu"]})
+
+
+def joint(la: lw.Laplace, problem: Problem, link: str = "auto") -> float:
+    """`together` of a fit."""
+    return together(lambda x: la.predict(x, link, joint=True), *problem.test)
 
 
 def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> tuple[Answer, Answer]:
@@ -86,19 +110,27 @@ def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> tuple[A
     choice = la.calibration.choice
     if choice.b:
         return predicted(la, problem, seconds), predicted(la.replace(prior=la.prior), problem, {})
-    plain = lambda made: made.scaled(1 / choice.scale).moved((1 / choice.a - 1) * made.mean)  # noqa: E731
+
+    def without_rule(pred: lw.Prediction) -> lw.Prediction:
+        f = pred.outputs.scaled(1 / choice.scale)
+        return replace(pred, outputs=f.moved((1 / choice.a - 1) * f.mean))
+
     default, without, taken = [], [], 0.0
     for x, y in zip(*(t.split(FORWARD) for t in problem.test), strict=True):
         time, (pred, read) = clocks(lambda x=x, y=y: (pred := la.predict(x), _read(pred, y)))
         default.append(read)
-        without.append(_read(replace(pred, outputs=plain(pred.outputs)), y))
+        without.append(_read(without_rule(pred), y))
         taken += time["cpu"]
     answers = [[torch.cat(parts) for parts in zip(*made, strict=True)] for made in (default, without)]
     unknown = None
     if problem.unknown is not None:
         unknown = torch.cat([la.predict(some).ood_score for some in problem.unknown.split(FORWARD)])
     wider = None if unknown is None else unknown / choice.scale  # a variance, as the score of the known inputs is
-    return Answer(*answers[0], unknown, {**seconds, "predict": taken}), Answer(*answers[1], wider)
+    pushed = [la.predict(x, joint=True) for x in problem.test[0][:JOINT].split(PIECE)]
+    preds = (iter(pushed), map(without_rule, pushed))
+    labels_of = [together(lambda _, some=some: next(some), *problem.test) for some in preds]
+    seconds = {**seconds, "predict": taken}
+    return Answer(*answers[0], unknown, labels_of[0], seconds), Answer(*answers[1], wider, labels_of[1])
 
 
 def _read(pred: lw.Prediction, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,9 +179,16 @@ def score(answer: Answer, network: Answer, y: Tensor) -> dict[str, Any]:
     """Means over test inputs; of the differences to the network, mean and variance."""
     hits = [(a.probs.argmax(1) == y).double() for a in (answer, network)]
     pairs = {"nll": answer.loss - network.loss, "accuracy": hits[0] - hits[1]}
+    g, n = torch.Generator().manual_seed(0), len(y)
+    again = (torch.randint(n, (n,), generator=g) for _ in range(RESAMPLED))
+    spread = torch.tensor([lw.metrics.ece(answer.probs[some], y[some]) for some in again]).std()
     return {
+        "n": n,
         "nll": float(answer.loss.mean()),
+        "nll spread": float(answer.loss.std()) / math.sqrt(n),
         "ece": lw.metrics.ece(answer.probs, y),
+        "ece spread": float(spread),
+        "joint": answer.joint,
         "brier": lw.metrics.brier(answer.probs, y),
         "accuracy": float(hits[0].mean()),
         "auroc": None if answer.unknown is None else lw.metrics.auroc(answer.known, answer.unknown),
@@ -161,6 +200,11 @@ def score(answer: Answer, network: Answer, y: Tensor) -> dict[str, Any]:
 def scored(problem: Problem, columns: tuple[str, ...]) -> dict[str, Any]:
     """All that is kept of a network."""
     found, chosen = answers(problem, columns)
-    y = problem.test[1]
-    scores = {column: score(answer, found["network"], y) for column, answer in found.items()}
+    y, network = problem.test[1], found["network"]
+    scores = {column: score(answer, network, y) for column, answer in found.items()}
+    if "temperature" in found:  # judged where no label of its own is
+        default, beside, other = (found[c].first(problem.unchosen) for c in ("default", "temperature", "network"))
+        scores["temperature"] = score(beside, other, y[: problem.unchosen])
+        d = default.loss - beside.loss
+        scores["default"]["beside temperature"] = [len(d), float(d.mean()), float(d.var())]
     return {"n_train": len(problem.train[1]), "n_test": len(y), "choice": chosen, "columns": scores}

@@ -65,13 +65,15 @@ class Unit:
 @dataclass(frozen=True)
 class Problem:
     """A network in eval mode; inputs and labels that it was trained on, and those that it is scored on; inputs of no
-    class; and logits with labels that a temperature may be chosen by."""
+    class; logits with labels that a temperature may be chosen by; and how many of the first test inputs are not among
+    those, None for all."""
 
     net: nn.Module
     train: Pair
     test: Pair
     unknown: Tensor | None = None
     held: Pair | None = None
+    unchosen: int | None = None
 
 
 def units(part: str, seeds: tuple[int, ...], depths: tuple[int, ...], train: int, test: int) -> Iterator[Unit]:
@@ -178,4 +180,6 @@ def _cifar10(unit: Unit) -> Problem:
     net, tested = resnet(int(unit.kind.removeprefix("ResNet-"))), partial(images, data("cifar10/cifar10_test.npz"))
     x, y = tested(CHOSEN)
     train, test = images(train_file(), slice(unit.train)), tested(slice(unit.test))
-    return Problem(net, train, test, held=(logits(net, x), y))
+    strange = images(data("svhn_test_2000.npz"), slice(STRANGE))[0]
+    unchosen = CHOSEN.start if unit.test > CHOSEN.start else None
+    return Problem(net, train, test, strange, held=(logits(net, x), y), unchosen=unchosen)

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from _classifiers_columns import COLUMNS, FEWER, scored
-from _classifiers_networks import CHOSEN, DEPTHS, PARTS, SEEDS, Unit, problem, units
+from _classifiers_networks import DEPTHS, PARTS, SEEDS, Unit, problem, units
 from left_out import line, short
 
 import lapwing as lw
@@ -302,8 +302,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="no networks: the record and the page of what there is")
     args = parser.parse_args()
-    if args.test > CHOSEN.start:
-        parser.error(f"--test must be at most {CHOSEN.start}: the others choose a temperature; got {args.test}")
     if args.table:
         return write(stored())
     torch.set_num_threads(args.threads)
