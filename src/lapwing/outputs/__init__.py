@@ -5,5 +5,6 @@ from lapwing.outputs.blend import Blend
 from lapwing.outputs.draws import WIDE, Draws
 from lapwing.outputs.nodes import Nodes
 from lapwing.outputs.normal import Normal
+from lapwing.outputs.spread import Spread
 
-__all__ = ["WIDE", "Blend", "Draws", "Nodes", "Normal", "Outputs"]
+__all__ = ["WIDE", "Blend", "Draws", "Nodes", "Normal", "Outputs", "Spread"]

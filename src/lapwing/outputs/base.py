@@ -1,6 +1,7 @@
 """What a posterior says of a network's outputs f at some inputs, whatever kind of posterior it is:
 
     Normal   f ~ N(μ, V)             Draws   f one of f_1 … f_s           Blend   one of several of those
+    Spread   f ~ N(μ, V), V known by draws f_1 … f_s of it
 
 A prediction asks for nodes of f, which every kind has, and for closed forms where f is normal. Rows are inputs with
 their positions, N of them. Shapes: n inputs, c outputs, s draws.

@@ -76,7 +76,7 @@ class Draws:
         values = self.values.reshape(len(self.values), -1, self.mean.shape[-1])[:, rows]
         return replace(nodes.drawn(values.double(), self.log_weight), source=torch.arange(len(values)))
 
-    def sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         """n of the draws, with repetition."""
         if self.log_weight is None:
             pick = torch.randint(len(self.values), (n,), generator=generator, device=generator.device)

@@ -21,7 +21,7 @@ from lapwing.curvature.memory import physical_memory
 from lapwing.distributed import ALONE
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.operators import linalg
-from lapwing.outputs import WIDE, Draws, Normal, Outputs
+from lapwing.outputs import WIDE, Normal, Outputs, Spread
 from lapwing.posterior.base import check_inputs
 from lapwing.push import At, graphed, push, pushed
 from lapwing.tangent import TangentModel
@@ -91,7 +91,7 @@ class Gaussian:
         """J(x)(v̄ − θ*)."""
         return pushed(self.tangent, (center - self.tangent.theta.to(center)).unsqueeze(0), x)[1][0]
 
-    def _drawn(self, x: Any, samples: int, generator: torch.Generator | None) -> Draws:
+    def _drawn(self, x: Any, samples: int, generator: torch.Generator | None) -> Spread:
         """f + J z for draws z of the posterior about its mean: one jvp a draw, whatever the number of outputs."""
         if asked(x):
             raise Unsupported(
@@ -110,7 +110,7 @@ class Gaussian:
         for start in range(0, samples, AT_ONCE):  # so few weight vectors are held at a time
             some = draws[start : start + AT_ONCE]
             some.copy_(self.tangent.jvps(x, self.draw(len(some), generator) - self.mean)[1])
-        return Draws(draws.add_(f), f)
+        return Spread(draws.add_(f), f, samples=samples)
 
 
 def wide(f: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from lapwing import tree
 from lapwing.curvature.products import at_once, pieces
 from lapwing.errors import InvalidValue
 from lapwing.operators import Streamed
-from lapwing.outputs import WIDE, Draws, Normal, Outputs
+from lapwing.outputs import WIDE, Normal, Outputs, Spread
 from lapwing.push.graph import covariance, pushed_with_graph
 from lapwing.push.runs import At
 from lapwing.push.verb import push
@@ -29,8 +29,8 @@ from lapwing.tangent.graph import asked
 
 @push.register
 def _(precision: Streamed, at: At) -> Outputs:
-    """By the kept samples; past so many outputs that a covariance is too large, the samples themselves. Of samples that
-    are spread over ranks, each rank pushes its own, at inputs that are the same on all."""
+    """By the kept samples, also past so many outputs that a covariance is too large. Of samples that are spread over
+    ranks, each rank pushes its own, at inputs that are the same on all."""
     z, ranks = precision.spread, precision.ranks
     if not ranks.agrees({f"input {i}": t for i, t in enumerate(tree.tensors(at.x)) if t.layout is torch.strided}):
         raise InvalidValue(
@@ -44,7 +44,7 @@ def _(precision: Streamed, at: At) -> Outputs:
         return Normal(f, covariance(away, at.joint), at.joint, samples=len(away))
     if at.joint:
         raise InvalidValue(f"{f.shape[-1]} outputs are predicted by draws, so joint=True cannot apply; use joint=False")
-    return Draws(f + away, f, samples=len(away))
+    return Spread(f + away, f, samples=len(away))
 
 
 def pushed(tangent: TangentModel, z: Tensor, x: Any) -> tuple[Tensor, Tensor]:
