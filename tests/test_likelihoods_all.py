@@ -34,6 +34,7 @@ from lapwing.likelihoods import (
     KnownNoise,
     LabelSmoothing,
     Likelihood,
+    LogRatio,
     MeanLogVariance,
     NaturalHead,
     NegativeBinomial,
@@ -206,6 +207,18 @@ def dirichlet_label(f: Tensor, y: Tensor) -> Tensor:
     return dirichlet(f, (torch.arange(len(f)) == y).double())
 
 
+def log_ratio(f: Tensor, t: Tensor) -> Tensor:
+    """Of contrasts of the logits, in any basis of them; probabilities t (c,), ε = 0.1."""
+    target, noise = gamma_observation(0.1 + t)
+    V = torch.linalg.svd(torch.ones(1, len(f), dtype=f.dtype))[2][1:].mT  # (c, c − 1)
+    cov = V.mT @ torch.diag(noise**2) @ V
+    return distributions.MultivariateNormal(V.mT @ f, cov, validate_args=False).log_prob(V.mT @ target)
+
+
+def log_ratio_label(f: Tensor, y: Tensor) -> Tensor:
+    return log_ratio(f, (torch.arange(len(f)) == y).double())
+
+
 def dirichlet_bernoulli(f: Tensor, y: Tensor) -> Tensor:
     (one, its), (zero, other) = gamma_observation(0.3 + y), gamma_observation(1.3 - y)
     noise = (its**2 + other**2).sqrt()
@@ -250,6 +263,11 @@ WEIGHTED: dict[str, Case] = {
     "dirichlet": Case(Dirichlet, 3, dirichlet_label, None),
     "dirichlet, soft labels": Case(
         Dirichlet, 3, dirichlet, None,
+        packed=lambda _, y: 0.6 * nn.functional.one_hot(y, 3) + 0.4 * C / C.sum(),
+    ),
+    "log ratio": Case(LogRatio, 3, log_ratio_label, None),
+    "log ratio, soft labels": Case(
+        LogRatio, 3, log_ratio, None,
         packed=lambda _, y: 0.6 * nn.functional.one_hot(y, 3) + 0.4 * C / C.sum(),
     ),
     "dirichlet bernoulli": Case(lambda: DirichletBernoulli(0.3), 2, dirichlet_bernoulli, None),

@@ -10,6 +10,7 @@ from lapwing.likelihoods.dirichlet import Dirichlet, DirichletBernoulli
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import HeteroscedasticGaussian, MeanLogVariance, NaturalHead
 from lapwing.likelihoods.known_noise import KnownNoise
+from lapwing.likelihoods.log_ratio import LogRatio
 from lapwing.likelihoods.ordinal import Ordinal
 from lapwing.likelihoods.preference import BradleyTerry, Pairs
 from lapwing.likelihoods.reweighted import ClassWeighted, Ignoring, Weighted
@@ -32,6 +33,7 @@ __all__ = [
     "KnownNoise",
     "LabelSmoothing",
     "Likelihood",
+    "LogRatio",
     "MeanLogVariance",
     "NaturalHead",
     "NegativeBinomial",
