@@ -390,6 +390,7 @@ def test_inputs_without_features_are_calibrated_by_the_premium_alone_and_said(
     assert math.isnan(la.calibration.choice.r2)
     assert "no features" in la.calibration.findings[0]
     assert la.calibration.choice.premium <= classes.PREMIUM + 1e-9
+    assert la.calibration.choice.a == 1  # nothing left out says that the network is too sure
     assert bool(torch.isfinite(la.predict(inputs).probs).all())
 
 
@@ -653,3 +654,21 @@ def test_a_mixture_of_regressions_keeps_their_processes() -> None:
     members = [lw.laplace(net, (x, y), "regression").tuned() for net in nets]
     expected = 0.5 * members[0].predict(new).mean + 0.5 * members[1].predict(new).mean
     close(lw.mixture(members).predict(new).mean, expected, 1e-8)
+
+
+@pytest.mark.full
+def test_many_classes_with_few_examples_each_keep_their_network() -> None:
+    """600 classes, three examples each: a network that is right is not made modest by what its training data allow."""
+    torch.manual_seed(0)
+    means, y = torch.randn(600, 64), torch.arange(600).repeat(3)
+    x, new = means[y] + 0.5 * torch.randn(1800, 64), means + 0.5 * torch.randn(600, 64)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 600))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    la = lw.laplace(net.eval(), (x, y), "classification").tuned()
+    label = torch.arange(600)[:200]
+    network = nn.functional.cross_entropy(net(new[:200]), label)
+    assert -la.predict(new[:200]).log_prob(label).mean() < network + 0.002

@@ -16,7 +16,8 @@ covariance under the posterior, m a ridge regression of the labels on features t
 4. Elsewhere b = 0. Where the data are few, a = 1/T, or as far from 1 as what is left of the premium allows; with many,
    a = 1: the posterior is enough, and a temperature that the premium allows can be far too high.
 
-Where the inputs have no features, steps 2 and 4 are by the premium alone. A network that was trained to be modest
+Where the inputs have no features, s is by the premium alone and a = 1: at 600 classes with three examples each, what
+of a temperature cost .02 nats on the training data cost .11 on others. A network that was trained to be modest
 (label smoothing: its entropy on training data is far above its loss there) has paid already: its premium is 0.
 Constants were chosen on digits, glass, vehicle, Fashion-MNIST and 1,500 images of CIFAR-10
 (docs/studies/classifiers.md).
@@ -108,8 +109,7 @@ def choose(rows: CalibrationRows) -> Choice:
     budget = rows.budget
     s = _largest(lambda s: rows.premium(s, 1.0), budget, LEAST_SCALE, 1.0)
     if rows.logits is None:
-        a = 1 / _coolest(rows, s, budget)
-        return Choice(s, a, 0.0, rows.premium(s, a))
+        return Choice(s, 1.0, 0.0, rows.premium(s, 1.0))
     T = 1 / _lowest(lambda a: float(rows.left_out(0.0, a, 0.0).mean()), 1 / 50, 1.0)
     scales = [LEAST_SCALE * 2**k for k in range(15)]
     s = min(s, min(scales, key=lambda s: float(rows.left_out(s, 1.0, 0.0).mean())))
