@@ -42,6 +42,7 @@ FEWER = (
 LAST = {"structure": "kron", "subset": "last_layer"}
 JOINT, PIECE, KAPPA = 240, 30, 5  # test inputs whose labels are predicted together, in pieces; anchors of a set
 REPEATS = 20  # draws of sets
+DRAWS = 1024  # of outputs
 RESAMPLED = 200  # draws of all test inputs with repetition, for the spread of the ECE
 
 
@@ -61,22 +62,29 @@ class Answer:
         return replace(self, loss=self.loss[:n], probs=self.probs[:n], known=self.known[:n])
 
 
-def together(pred: Callable[[Tensor], lw.Prediction | Tensor], x: Tensor, y: Tensor) -> float:
-    """Of the first JOINT inputs; every column gets the same sets. pred: of a piece, a joint prediction or (1, n, c)."""
+def together(log_probs: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> float:
+    """Of the first JOINT inputs; every column gets the same sets. log_probs: of a piece and its labels, (draws, n)."""
     found = []
     for some, labels in zip(x[:JOINT].split(PIECE), y[:JOINT].split(PIECE), strict=True):
-        made = pred(some)
-        for k in range(REPEATS):
-            g = torch.Generator().manual_seed(k)
-            found.append(lw.metrics.joint_log_likelihood(made, labels, KAPPA, generator=g, each=True))
+        made = log_probs(some, labels)
+        sets = (torch.Generator().manual_seed(k) for k in range(REPEATS))
+        found += [lw.metrics.dyadic(made, KAPPA, generator=g) for g in sets]
     return float(torch.cat(found).mean())
+
+
+def drawn(pred: lw.Prediction, y: Tensor) -> Tensor:
+    """log p(y_n | f_s), (draws, n), of a joint prediction."""
+    f, _ = pred.outputs.sample(DRAWS, torch.Generator().manual_seed(0))
+    return pred.likelihood.log_prob(f.double(), y.expand(DRAWS, *y.shape))
 
 
 def tempered(f: Tensor, y: Tensor, strange: Tensor | None, T: float) -> Answer:
     """softmax f/T, float64. An input is as unknown as the largest probability is small."""
     loss, probs = -(f / T).log_softmax(1).gather(1, y[:, None])[:, 0], (f / T).softmax(1)
     unknown = None if strange is None else _doubt((strange / T).softmax(1))
-    return Answer(loss, probs, _doubt(probs), unknown, together(lambda p: p[None], probs, y))
+    return Answer(
+        loss, probs, _doubt(probs), unknown, together(lambda p, y: p.gather(1, y[:, None]).log().mT, probs, y)
+    )
 
 
 def _doubt(probs: Tensor) -> Tensor:
@@ -101,7 +109,7 @@ def predicted(la: lw.Laplace, problem: Problem, seconds: dict[str, float], link:
 
 def joint(la: lw.Laplace, problem: Problem, link: str = "auto") -> float:
     """`together` of a fit."""
-    return together(lambda x: la.predict(x, link, joint=True), *problem.test)
+    return together(lambda x, y: drawn(la.predict(x, link, joint=True), y), *problem.test)
 
 
 def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> tuple[Answer, Answer]:
@@ -128,7 +136,7 @@ def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> tuple[A
     wider = None if unknown is None else unknown / choice.scale  # a variance, as the score of the known inputs is
     pushed = [la.predict(x, joint=True) for x in problem.test[0][:JOINT].split(PIECE)]
     preds = (iter(pushed), map(without_rule, pushed))
-    labels_of = [together(lambda _, some=some: next(some), *problem.test) for some in preds]
+    labels_of = [together(lambda _, y, some=some: drawn(next(some), y), *problem.test) for some in preds]
     seconds = {**seconds, "predict": taken}
     return Answer(*answers[0], unknown, labels_of[0], seconds), Answer(*answers[1], wider, labels_of[1])
 

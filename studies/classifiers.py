@@ -43,10 +43,12 @@ LINES = HERE.parent / "out" / "classifiers.jsonl"
 RESULTS, PAGE = HERE / "results" / "classifiers.json", HERE.parent / "docs" / "studies" / "classifiers.md"
 LEAST = 1e-4  # nats that count
 FRESH = {  # sets or networks, and who saw their test labels before; others had a say in this rule
-    **dict.fromkeys(("satellite", "ResNet-32", "ResNet-44"), "nobody"),
+    **dict.fromkeys(("satellite", "ResNet-32", "ResNet-44", "ResNet-56"), "nobody"),
     **dict.fromkeys(("australian", "breast_cancer", "ionosphere", "waveform"), "other rules"),
 }
 SMALL = ("small", "uci")
+NAMES = {"joint": "joint, κ = 5"}
+MEASURES = ("nll", "ece", "brier", "accuracy", "auroc", "joint")
 BARS = {"ResNet-20": 0.2275, "ResNet-32": 0.2120, "ResNet-44": 0.1980, "ResNet-56": 0.1850}  # NLL of the default
 ECE_BAR = 0.012
 Row = dict[str, Any]
@@ -98,11 +100,16 @@ def pooled(parts: list[tuple[int, float, float]]) -> tuple[float, float]:
 
 def pooled_column(networks: list[Row], column: str) -> Row:
     """Means over seeds, weighted by test examples, and paired differences to the network."""
-    found, n = [one["columns"][column] for one in networks], [one["n_test"] for one in networks]
-    row: Row = {
-        what: float(np.average([one[what] for one in found], weights=n)) for what in ("nll", "ece", "brier", "accuracy")
-    }
-    row["auroc"] = None if found[0]["auroc"] is None else float(np.average([one["auroc"] for one in found], weights=n))
+    found = [one["columns"][column] for one in networks]
+    n = [one["n"] for one in found]
+    measures = [what for what in MEASURES if found[0][what] is not None]
+    row: Row = dict.fromkeys(MEASURES)
+    row |= {what: float(np.average([one[what] for one in found], weights=n)) for what in measures}
+    for what in ("nll", "ece"):  # one network's spread over draws of test inputs, of the mean of several
+        squares = [(count * one[f"{what} spread"]) ** 2 for count, one in zip(n, found, strict=True)]
+        row[f"{what} spread"] = math.sqrt(sum(squares)) / sum(n)
+    if "beside temperature" in found[0]:
+        row["beside temperature"] = pooled([tuple(one["beside temperature"]) for one in found])
     phases = set.intersection(*(set(one["seconds"]) for one in found))  # the posterior without its rule may have none
     row["seconds"] = {key: float(np.mean([one["seconds"][key] for one in found])) for key in sorted(phases)}
     for what in ("nll", "accuracy"):
@@ -172,8 +179,8 @@ def summary(rows: list[Row]) -> list[str]:
     for words, some in (("sets that had no say", fresh), ("all sets", rows)):
         if not some:
             continue
-        for what in ("nll", "ece", "brier", "accuracy"):
-            out.append(line((f"{words}, {len(some)} rows: {what}", *means(some, what))))
+        for what in ("nll", "ece", "brier", "accuracy", "joint"):
+            out.append(line((f"{words}, {len(some)} rows: {NAMES.get(what, what)}", *means(some, what))))
         for what in ("above", "less accurate"):
             out.append(line((f"{words}: rows {what}", *(sum(r["columns"][c][what] for r in some) for c in COLUMNS))))
     return out
@@ -183,9 +190,9 @@ def measures(rows: list[Row]) -> list[str]:
     """Of images: what is not NLL."""
     out = head("networks", "", *COLUMNS)
     for row in rows:
-        for what in ("ece", "brier", "accuracy", "auroc"):
+        for what in MEASURES[1:]:
             if row["columns"]["network"][what] is not None:
-                out.append(line((row["name"], what, *(cell(row, c, what) for c in COLUMNS))))
+                out.append(line((row["name"], NAMES.get(what, what), *(cell(row, c, what) for c in COLUMNS))))
     return out
 
 
@@ -222,23 +229,20 @@ def worse(rows: list[Row]) -> list[str]:
 
 
 def bars(rows: list[Row]) -> list[str]:
-    """The default on CIFAR-10 beside what was asked of it. The error is of the difference to the network, paired."""
-    out = head(
-        "default on CIFAR-10", "scored", "NLL", "bar", "", "ECE", "bar", "", "NLL − network", "NLL − temperature"
-    )
+    """The default on CIFAR-10 beside what was asked of it. Errors: of an NLL or ECE itself, over test images; of the
+    difference to the temperature, paired, on the images that it was not chosen by."""
+    out = head("default on CIFAR-10", "scored", "NLL", "bar", "", "ECE", "bar", "", "NLL − temperature's")
     for kind, bar in BARS.items():
         some = [r for r in rows if r["part"] == "resnets" and r["kind"] == kind]
         if not some:
-            out.append(
-                line((kind, "none", "", short(bar, 4), "not scored", "", short(ECE_BAR, 4), "not scored", "", ""))
-            )
+            out.append(line((kind, "none", "", short(bar, 4), "not scored", "", short(ECE_BAR, 4), "not scored", "")))
         for row in some:
             c, words = row["columns"]["default"], ("missed", "met")
-            nll = (short(c["nll"], 4), short(bar, 4), words[c["nll"] <= bar])
-            ece = (short(c["ece"], 4), short(ECE_BAR, 4), words[c["ece"] <= ECE_BAR])
-            paired = f"{c['nll − network']:+.4f} ± {c['nll error']:.4f}"
-            over = f"{c['nll'] - row['columns']['temperature']['nll']:+.4f}"
-            out.append(line((kind, f"{row['n_test']:,}", *nll, *ece, paired, over)))
+            nll, ece = (f"{short(c[what], 4)} ± {short(c[f'{what} spread'], 4)}" for what in ("nll", "ece"))
+            verdicts = (words[c["nll"] <= bar], words[c["ece"] <= ECE_BAR])
+            mean, error = c["beside temperature"]
+            cells = (nll, short(bar, 4), verdicts[0], ece, short(ECE_BAR, 4), verdicts[1], f"{mean:+.4f} ± {error:.4f}")
+            out.append(line((kind, f"{row['n_test']:,}", *cells)))
     return out
 
 

@@ -104,5 +104,5 @@ class Normal:
         """Standard normal (s, *shape, dims) turned into draws of f."""
         shape, dims = self._blocks
         root = psd_root(self.covariance.to(torch.float64).reshape(*shape, dims, dims))
-        draws = (root @ noise.unsqueeze(-1)).squeeze(-1)
+        draws = torch.einsum("...ab,s...b->s...a", root, noise)  # one product, not one a draw
         return self.mean + draws.reshape(len(noise), *self.mean.shape).to(self.mean)
