@@ -91,6 +91,17 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return out
 
 
+def by_set(rows: list[dict[str, Any]]) -> list[str]:
+    """Differences of both networks of a set together, which have the same number of test examples."""
+    out = ["", line(("set, both networks", "regression less plug-in", "regression less gaussian")), "|---|--:|--:|"]
+    for name in dict.fromkeys(r["set"] for r in rows):
+        some = [r["regression less"] for r in rows if r["set"] == name]
+        pairs = [list(zip(*(one[c] for one in some), strict=True)) for c in COLUMNS[:2]]
+        found = ((sum(means) / len(means), math.hypot(*errors) / len(errors)) for means, errors in pairs)
+        out.append(line((name, *(f"{m:+.4f} ± {e:.4f}" + ("*" if m < -2 * e else "") for m, e in found))))
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
@@ -108,7 +119,7 @@ def main() -> None:
     record |= {"splits": list(args.splits), "cpu_seconds": sum(r["cpu_seconds"] for r in rows), "rows": rows}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     before, _, rest = PAGE.read_text().partition("<!-- tables -->\n")
-    text, after = "\n".join([*table(rows), ""]), rest.partition("<!-- end of tables -->\n")[2]
+    text, after = "\n".join([*table(rows), *by_set(rows), ""]), rest.partition("<!-- end of tables -->\n")[2]
     PAGE.write_text(f"{before}<!-- tables -->\n{text}<!-- end of tables -->\n{after}")
     print(text)
 
