@@ -4,6 +4,8 @@
 
     mlp    64-32-32-10, 300 examples
     cnn    87,000 weights, 2,000 images of 28 × 28, 10 classes, with a last layer of 3,137 inputs
+    resnet ResNet-20 on CIFAR-10 (with LAPWING_DATA): fit, tuned() and predictions of 10,000 images, at most 12 gradient
+           epochs of all 50,000. From two sizes of data, since each cost is a constant and so much an image
 
 tuned() may take 5 gradient epochs, or three eigendecompositions where that is more: of P × P, which an exact structure
 would factorize, or of the largest Kronecker factor, which the first prediction would factorize otherwise. A gradient
@@ -14,13 +16,17 @@ something to choose; the data are random.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
-from _common import Bar, best, clock, write
+from _common import Bar, best, clock, clocks, write
+from scale import cifar
 from torch import Tensor, nn
 
 import lapwing as lw
+
+SIZES, ALL, TESTED, PREDICTED = (500, 1500), 50_000, 10_000, 256  # images of ResNet-20
 
 
 def mlp() -> tuple[nn.Module, Tensor, Tensor]:
@@ -70,11 +76,29 @@ def measured(make: Any, repeat: int) -> dict[str, float]:
     return out
 
 
+def resnet() -> dict[str, Any]:
+    """CPU seconds at two sizes of data, and what follows for all of it."""
+    rows = []
+    for n in SIZES:
+        net, loader = cifar(n)
+        x, y = (torch.cat(parts) for parts in zip(*loader, strict=True))
+        gradient = min(clocks(lambda: gradients(net, x, y))[0]["cpu"] for _ in range(3))  # noqa: B023
+        fit, la = clocks(lambda: lw.laplace(net, (x, y), "classification"))  # noqa: B023
+        tune, la = clocks(la.tuned)
+        predict, _ = clocks(lambda: la.predict(x[:PREDICTED]).probs.sum())  # noqa: B023
+        rows.append({"gradient": gradient, "fit": fit["cpu"], "tune": tune["cpu"], "predict": predict["cpu"]})
+    small, large = rows
+    at_all = {k: large[k] + (large[k] - small[k]) / (SIZES[1] - SIZES[0]) * (ALL - SIZES[1]) for k in ("fit", "tune")}
+    at_all |= {"gradient": large["gradient"] / SIZES[1] * ALL, "predict": large["predict"] / PREDICTED * TESTED}
+    epochs = {k: at_all[k] / at_all["gradient"] for k in ("fit", "tune", "predict")}
+    return {"sizes": dict(zip(map(str, SIZES), rows, strict=True)), "epochs": epochs, "in all": sum(epochs.values())}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     repeat = parser.parse_args().repeat
-    found = {"mlp": measured(mlp, repeat), "cnn": measured(cnn, repeat)}
+    found: dict[str, Any] = {"mlp": measured(mlp, repeat), "cnn": measured(cnn, repeat)}
     for name, size in (("mlp", 3466), ("cnn", 3137)):
         matrix = torch.randn(size, size, dtype=torch.float64)
         found[name]["eigendecomposition"] = best(lambda matrix=matrix: torch.linalg.eigh(matrix @ matrix.mT), 1)
@@ -85,6 +109,12 @@ def main() -> None:
         allowed = max(5 * row["gradient epoch"], 3 * row["eigendecomposition"])
         bars.append(Bar(f"{name}: tuned(), of what it may take", row["tune"] / allowed, 1))
         print(f"{name}: tuned() takes {row['tune'] / row['gradient epoch']:.1f} gradient epochs")
+    if os.environ.get("LAPWING_DATA"):
+        found["resnet"] = resnet()
+        bars.append(Bar("resnet: fit, tuned() and predictions, in gradient epochs", found["resnet"]["in all"], 12))
+        print("resnet", found["resnet"]["epochs"])
+    else:
+        print("resnet: skipped, LAPWING_DATA names no folder")
     for bar in bars:
         print(bar)
     write("defaults", found, bars, ("torch", "lapwing"))
