@@ -146,7 +146,7 @@ def head(*names: str) -> list[str]:
 def cell(row: Row, column: str, what: str = "nll") -> str:
     """A figure; * above the network."""
     found = row["columns"].get(column)
-    if found is None or found[what] is None:
+    if found is None or found.get(what) is None:
         return ""
     return short(found[what], 3) + ("*" if what == "nll" and found["above"] else "")
 
@@ -191,7 +191,7 @@ def measures(rows: list[Row]) -> list[str]:
     out = head("networks", "", *COLUMNS)
     for row in rows:
         for what in MEASURES[1:]:
-            if row["columns"]["network"][what] is not None:
+            if row["columns"]["network"].get(what) is not None:
                 out.append(line((row["name"], NAMES.get(what, what), *(cell(row, c, what) for c in COLUMNS))))
     return out
 
