@@ -240,17 +240,24 @@ def test_targets_of_one_output_in_what_stands_beside_a_fit() -> None:
     exact = [lw.laplace(model, data, noise, structure="full") for data in (flat, full)]
     close(*(la.leave_one_out("network").score for la in exact))
     close(*(la.tuned().likelihood.noise for la in exact))
-    held = exact[0].tuned(method="validation", data=flat), exact[1].tuned(method="validation", data=full)
-    close(*(la.likelihood.noise for la in held))
-    close(*(torch.tensor(la.certify(8, inputs=x.numpy()).variance.value) for la in exact))
     labels = integers(2, N)
     for make in (lw.likelihoods.Bernoulli, lw.likelihoods.Poisson):
         close(*(lw.laplace(model, (x, t), make()).log_evidence() for t in (labels, labels.unsqueeze(-1))))
     ordinal = lw.likelihoods.Ordinal([0.0])  # whose labels are (n,) for (n, 1): nothing is added
     assert lw.laplace(model, (x, labels), ordinal).n == N
-    assert lw.doctor(model, flat, "gaussian").ok == lw.doctor(model, full, "gaussian").ok
     mixed = lw.mixture(exact).predict(x)
     close(mixed.log_prob(y), mixed.log_prob(y.unsqueeze(-1)))
+
+
+@pytest.mark.full
+def test_targets_of_one_output_in_what_takes_longer() -> None:
+    x, y, model = inputs(), normal(N, seed=1), network(dtype=torch.float64)
+    flat, full = ((x.numpy(), y.numpy()), (x, y.unsqueeze(-1)))
+    exact = [lw.laplace(model, data, lw.likelihoods.Gaussian(0.5), structure="full") for data in (flat, full)]
+    held = exact[0].tuned(method="validation", data=flat), exact[1].tuned(method="validation", data=full)
+    close(*(la.likelihood.noise for la in held))
+    close(*(torch.tensor(la.certify(8, inputs=x.numpy()).variance.value) for la in exact))
+    assert lw.doctor(model, flat, "gaussian").ok == lw.doctor(model, full, "gaussian").ok
 
 
 def test_a_frame_comes_back_as_a_frame_with_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
