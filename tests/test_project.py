@@ -79,7 +79,7 @@ def test_the_quick_tier_has_every_value_of_every_parameter(sizes: tuple[int, ...
     assert len(kept) == max(sizes)
 
 
-@pytest.mark.parametrize(("laws", "values"), [(1, 7), (2, 7), (3, 4), (5, 9), (5, 3)])
+@pytest.mark.parametrize(("laws", "values"), [(1, 7), (2, 7), (3, 4), (5, 9), (5, 2)])
 def test_in_the_quick_tier_laws_share_the_values_that_they_all_go_through(laws: int, values: int) -> None:
     """Each law has values and each value has laws; a law of its own, and a short list, have all; seeds do not count."""
     cases = [{"value": value, "seed": seed} for value in range(values) for seed in (-1, -2)]
@@ -87,7 +87,7 @@ def test_in_the_quick_tier_laws_share_the_values_that_they_all_go_through(laws: 
     shown = {law: {cases[i]["value"] for i in which} for law, which in kept.items()}
     assert all(len(which) == len(shown[law]) for law, which in kept.items())
     assert set.union(*shown.values()) == set(range(values))
-    turns = min(laws, 3) if values > 3 else 1
+    turns = min(laws, 3) if values > 2 else 1
     assert all(len(one) in (values // turns, values // turns + 1) for one in shown.values())
 
 

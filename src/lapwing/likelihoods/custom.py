@@ -37,8 +37,8 @@ class Custom(Likelihood):
 
     @property
     def kind(self) -> str:
-        told = ", ".join(f"{f.name}={getattr(self, f.name).tolist()}" for f in fields(self))
-        return f"{self.name}({told})" if told else self.name
+        settings = ", ".join(f"{f.name}={getattr(self, f.name).tolist()}" for f in fields(self))
+        return f"{self.name}({settings})" if settings else self.name
 
     @property
     def factors(self) -> tuple[str, ...]:
