@@ -430,30 +430,33 @@ class Bar:
         Bar.shown += [] if self.disable else [self.text]
 
 
+SLOWER = [pytest.param(name, marks=pytest.mark.full) for name in ("em", "validation", "calibrated")]
+
+
 @pytest.mark.filterwarnings("ignore::lapwing.errors.LapwingWarning")
-def test_every_search_shows_its_steps_with_what_they_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["mackay", "evidence", *SLOWER])
+def test_every_search_shows_its_steps_with_what_they_come_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lapwing.tune.watching.tqdm", Bar)
     x, y, model = inputs(), normal(N, 1, seed=1), network(dtype=torch.float64)
-    la = lw.laplace(model, (x, y), "gaussian")
-    streamed = lw.laplace(model, (x, y), "gaussian", structure=lw.curvature.MatrixFree(samples=8))
-    classes = lw.laplace(network(2, torch.float64), (x, integers(2, N)), "classification")
-    runs: dict[str, tuple[lw.Laplace, dict[str, Any]]] = {
-        "mackay": (la, {}),
-        "evidence": (la, {"center": "map"}),
-        "em": (streamed, {"center": "map"}),
-        "validation": (la, {"method": "validation", "data": (x, y)}),
-        "calibrated": (classes, {}),
+    structure = lw.curvature.MatrixFree(samples=8) if name == "em" else "auto"
+    options: dict[str, dict[str, Any]] = {
+        "evidence": {"center": "map"},
+        "em": {"center": "map"},
+        "validation": {"method": "validation", "data": (x, y)},
     }
+    if name == "calibrated":
+        fit = lw.laplace(network(2, torch.float64), (x, integers(2, N)), "classification")
+    else:
+        fit = lw.laplace(model, (x, y), "gaussian", structure=structure)
     says = {"em": "distance to the fixed point", "validation": "held-out NLL"}
-    for name, (fit, options) in runs.items():
-        Bar.shown = []
-        plain = fit.tuned(**options)
-        assert Bar.shown == []
-        watched = fit.tuned(**options, progress=True)
-        assert len(Bar.shown) >= watched.tuning.iterations > 0 or name in ("evidence", "calibrated")
-        assert all(text.startswith(says.get(name, "log evidence")) for text in Bar.shown)
-        assert Bar.shown
-        close(watched.prior.hyperparameters["precision"], plain.prior.hyperparameters["precision"])
+    Bar.shown = []
+    plain = fit.tuned(**options.get(name, {}))
+    assert Bar.shown == []
+    watched = fit.tuned(**options.get(name, {}), progress=True)
+    assert len(Bar.shown) >= watched.tuning.iterations > 0 or name in ("evidence", "calibrated")
+    assert all(text.startswith(says.get(name, "log evidence")) for text in Bar.shown)
+    assert Bar.shown
+    close(watched.prior.hyperparameters["precision"], plain.prior.hyperparameters["precision"])
 
 
 # -- what is at hand -------------------------------------------------------------------------------------------------
