@@ -26,13 +26,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: env
 	$(BIN)/python -m lapwing.demo --out out/demo
 
-# The laws, and of each product of parameters as many cases as show each value once.
+# The laws, and of each product of parameters as many cases as show each value once. Workers and the processes that tests
+# start share compiled modules, also where the environment says that none are kept.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 test: env
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Every case, and a slice of the tests with the oldest NumPy.
 test-all: env
-	$(BIN)/python -m pytest -n 2 -m ""
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 	$(MAKE) test-numpy
 
 # A slice at the oldest NumPy, safetensors and tqdm of pyproject.toml. That NumPy has no Python past 3.11.

@@ -7,33 +7,44 @@ Every test starts from the same seed and must leave torch's global switches as i
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import backward_rows, representatives
+from helpers import backward_rows, quick
 
 # -- two tiers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What a product of parameters has beyond its representatives is of the full tier, unless asked for by name."""
+    """What products of laws and parameters have beyond their representatives is of the full tier, unless asked for by
+    name."""
     if config.option.keyword or any("::" in str(one) for one in config.args):
         return
-    products: dict[str, list[pytest.Function]] = {}
+    files: dict[Path, dict[str, list[pytest.Function]]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and len(item.callspec.params) > 1:
-            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for product in products.values():
-        kept = representatives([{k: id(v) for k, v in item.callspec.params.items()} for item in product])
-        for i, item in enumerate(product):
-            if i not in kept:
-                item.add_marker("full")
+        if hasattr(item, "callspec") and not item.get_closest_marker("full"):
+            tests = files.setdefault(item.path, {})
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for tests in files.values():
+        values = {name: [{k: id(v) for k, v in one.callspec.params.items()} for one in t] for name, t in tests.items()}
+        for name, kept in quick(values).items():
+            for i, item in enumerate(tests[name]):
+                if i not in kept:
+                    item.add_marker("full")
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and modules stay to the end: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,7 +70,7 @@ def _switches() -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def _same_world() -> Iterator[None]:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed writes down its whole call stack
     before = _switches()
     yield
     assert _switches() == before

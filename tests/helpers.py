@@ -77,4 +77,32 @@ def representatives(cases: list[dict[str, int]]) -> set[int]:
         best = max(range(len(cases)), key=lambda i: len(missing & cases[i].items()))
         kept.add(best)
         missing -= cases[best].items()
+    return kept or {0}
+
+
+def quick(tests: dict[str, list[dict[str, int]]]) -> dict[str, set[int]]:
+    """Which cases of the tests of one file are of the quick tier, by the places of each test's cases.
+
+    A test is a law, so a list that several tests go through makes a product of laws and values: of three values and
+    more, each test takes every third in turn, and each value meets a third of the laws. Of what is then left of a
+    test's own parameters, as many cases as show each value once. A seed is no value: it repeats."""
+    valued = {name: [{k: v for k, v in case.items() if k != "seed"} for case in cases] for name, cases in tests.items()}
+    users: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, cases in valued.items():
+        for key in cases[0]:
+            users.setdefault((key, _values(cases, key)), []).append(name)
+    kept = {}
+    for name, cases in valued.items():
+        left = list(range(len(cases)))
+        for key in cases[0]:
+            values = _values(cases, key)
+            among = users[key, values]
+            turns = min(3, len(among)) if len(values) > 2 else 1
+            mine = values[among.index(name) % turns :: turns]
+            left = [i for i in left if cases[i][key] in mine] or left
+        kept[name] = {left[i] for i in representatives([cases[i] for i in left])}
     return kept
+
+
+def _values(cases: list[dict[str, int]], key: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(case[key] for case in cases))

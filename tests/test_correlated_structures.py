@@ -398,7 +398,7 @@ ROUNDED = {"reduce": Kronecker(sharing="reduce"), "kron": "kron", "ekfac": "ekfa
 def test_a_curvature_that_is_all_rounding_is_none(make: Any, structure: str, dtype: torch.dtype) -> None:
     """At any noise, also one that is nearly singular; tuned to a single precision, and to one a layer."""
     near = torch.ones(3, 3, dtype=torch.float64) + 1e-4 * torch.eye(3, dtype=torch.float64)
-    for seed, n in ((0, 1), (1, 1), (2, 2), (3, 20)):
+    for seed, n in ((0, 1), (2, 2), (3, 20)):
         torch.manual_seed(seed)
         net, x, y = make().to(dtype), torch.randn(n, 3, 4, dtype=dtype), torch.randn(n, 3, dtype=dtype)
         for noise in (R, near):

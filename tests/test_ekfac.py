@@ -232,7 +232,7 @@ def test_the_second_pass_draws_anew_from_the_generator_and_leaves_the_users_alon
 
 
 def test_monte_carlo_is_right_in_expectation() -> None:
-    """Draws of the second pass are independent of those that chose the basis; 5 standard errors over 200 runs."""
+    """Draws of the second pass are independent of those that chose the basis; 5 standard errors over 80 runs."""
     tangent, xy = linearize(network("mlp")), data("mlp", "categorical")
     basis = accumulate(Kronecker(), tangent, Categorical(), xy)
     exact = accumulate(EigenKronecker(), tangent, Categorical(), xy, basis=basis).sums["2/values"]
@@ -241,7 +241,7 @@ def test_monte_carlo_is_right_in_expectation() -> None:
         accumulate(
             EigenKronecker(), tangent, Categorical(), xy, Factor("monte_carlo", 4), basis=basis, generator=generator
         )
-        for _ in range(200)
+        for _ in range(80)
     ]
     values = torch.stack([state.sums["2/values"] for state in run])
     error = values.std(0) / len(run) ** 0.5

@@ -240,17 +240,24 @@ def test_targets_of_one_output_in_what_stands_beside_a_fit() -> None:
     exact = [lw.laplace(model, data, noise, structure="full") for data in (flat, full)]
     close(*(la.leave_one_out("network").score for la in exact))
     close(*(la.tuned().likelihood.noise for la in exact))
-    held = exact[0].tuned(method="validation", data=flat), exact[1].tuned(method="validation", data=full)
-    close(*(la.likelihood.noise for la in held))
-    close(*(torch.tensor(la.certify(8, inputs=x.numpy()).variance.value) for la in exact))
     labels = integers(2, N)
     for make in (lw.likelihoods.Bernoulli, lw.likelihoods.Poisson):
         close(*(lw.laplace(model, (x, t), make()).log_evidence() for t in (labels, labels.unsqueeze(-1))))
     ordinal = lw.likelihoods.Ordinal([0.0])  # whose labels are (n,) for (n, 1): nothing is added
     assert lw.laplace(model, (x, labels), ordinal).n == N
-    assert lw.doctor(model, flat, "gaussian").ok == lw.doctor(model, full, "gaussian").ok
     mixed = lw.mixture(exact).predict(x)
     close(mixed.log_prob(y), mixed.log_prob(y.unsqueeze(-1)))
+
+
+@pytest.mark.full
+def test_targets_of_one_output_in_what_takes_longer() -> None:
+    x, y, model = inputs(), normal(N, seed=1), network(dtype=torch.float64)
+    flat, full = ((x.numpy(), y.numpy()), (x, y.unsqueeze(-1)))
+    exact = [lw.laplace(model, data, lw.likelihoods.Gaussian(0.5), structure="full") for data in (flat, full)]
+    held = exact[0].tuned(method="validation", data=flat), exact[1].tuned(method="validation", data=full)
+    close(*(la.likelihood.noise for la in held))
+    close(*(torch.tensor(la.certify(8, inputs=x.numpy()).variance.value) for la in exact))
+    assert lw.doctor(model, flat, "gaussian").ok == lw.doctor(model, full, "gaussian").ok
 
 
 def test_a_frame_comes_back_as_a_frame_with_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,30 +430,33 @@ class Bar:
         Bar.shown += [] if self.disable else [self.text]
 
 
+SLOWER = [pytest.param(name, marks=pytest.mark.full) for name in ("em", "validation", "calibrated")]
+
+
 @pytest.mark.filterwarnings("ignore::lapwing.errors.LapwingWarning")
-def test_every_search_shows_its_steps_with_what_they_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["mackay", "evidence", *SLOWER])
+def test_every_search_shows_its_steps_with_what_they_come_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lapwing.tune.watching.tqdm", Bar)
     x, y, model = inputs(), normal(N, 1, seed=1), network(dtype=torch.float64)
-    la = lw.laplace(model, (x, y), "gaussian")
-    streamed = lw.laplace(model, (x, y), "gaussian", structure=lw.curvature.MatrixFree(samples=8))
-    classes = lw.laplace(network(2, torch.float64), (x, integers(2, N)), "classification")
-    runs: dict[str, tuple[lw.Laplace, dict[str, Any]]] = {
-        "mackay": (la, {}),
-        "evidence": (la, {"center": "map"}),
-        "em": (streamed, {"center": "map"}),
-        "validation": (la, {"method": "validation", "data": (x, y)}),
-        "calibrated": (classes, {}),
+    structure = lw.curvature.MatrixFree(samples=8) if name == "em" else "auto"
+    options: dict[str, dict[str, Any]] = {
+        "evidence": {"center": "map"},
+        "em": {"center": "map"},
+        "validation": {"method": "validation", "data": (x, y)},
     }
+    if name == "calibrated":
+        fit = lw.laplace(network(2, torch.float64), (x, integers(2, N)), "classification")
+    else:
+        fit = lw.laplace(model, (x, y), "gaussian", structure=structure)
     says = {"em": "distance to the fixed point", "validation": "held-out NLL"}
-    for name, (fit, options) in runs.items():
-        Bar.shown = []
-        plain = fit.tuned(**options)
-        assert Bar.shown == []
-        watched = fit.tuned(**options, progress=True)
-        assert len(Bar.shown) >= watched.tuning.iterations > 0 or name in ("evidence", "calibrated")
-        assert all(text.startswith(says.get(name, "log evidence")) for text in Bar.shown)
-        assert Bar.shown
-        close(watched.prior.hyperparameters["precision"], plain.prior.hyperparameters["precision"])
+    Bar.shown = []
+    plain = fit.tuned(**options.get(name, {}))
+    assert Bar.shown == []
+    watched = fit.tuned(**options.get(name, {}), progress=True)
+    assert len(Bar.shown) >= watched.tuning.iterations > 0 or name in ("evidence", "calibrated")
+    assert all(text.startswith(says.get(name, "log evidence")) for text in Bar.shown)
+    assert Bar.shown
+    close(watched.prior.hyperparameters["precision"], plain.prior.hyperparameters["precision"])
 
 
 # -- what is at hand -------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ SHUFFLED: dict[str, Callable[[], Any]] = {
 }
 
 
-SLOW = ("worker",)  # another process; the stream of one worker is as slow, and shows both
+SLOW = ("worker", "stream of one worker")  # another process a pass
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k in SLOW else k for k in SHUFFLED])
@@ -178,6 +178,12 @@ def test_shuffling_is_never_refused(kind: str) -> None:
     la.certify(8)
     la.recentered()
     la.tuned()
+
+
+def test_shuffling_in_a_worker_is_not_refused() -> None:
+    la = lw.laplace(net(), SHUFFLED["stream of one worker"](), "gaussian", structure="kron")
+    torch.manual_seed(5)
+    assert la.recentered().state.n == N
 
 
 def test_batches_that_round_otherwise_are_the_same_inputs() -> None:

@@ -33,10 +33,8 @@ def test_a_fresh_process_has_no_late_room_and_loads_a_file_of_one(tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", lw.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(lw, name) is not None
-    assert name in dir(lw)
+def test_every_public_name_is_there() -> None:
+    assert [name for name in lw.__all__ if getattr(lw, name, None) is None or name not in dir(lw)] == []
 
 
 def test_a_name_that_is_none_is_an_attribute_error() -> None:

@@ -307,7 +307,8 @@ def test_draws_are_the_kept_samples_or_fresh_ones() -> None:
 # -- the stochastic route ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["regression", pytest.param("classes", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["regression", "classes"])
 def test_minibatches_lead_to_the_samples_of_cg(name: str) -> None:
     net, x, y, likelihood = PROBLEMS[name](1)
     loader = DataLoader(TensorDataset(x, y), batch_size=4)

@@ -330,11 +330,11 @@ def test_draws_estimate_the_slope_without_bias(monkeypatch: pytest.MonkeyPatch) 
                         probes=2,
                         generator=torch.Generator().manual_seed(s),
                     )["gate"]
-                    for s in range(60)
+                    for s in range(30)
                 ]
             )
         assert draws.std() > 0
-        assert abs(draws.mean() - exact) < 5 * draws.std() / 60**0.5
+        assert abs(draws.mean() - exact) < 5 * draws.std() / 30**0.5
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import lapwing as lw
-from helpers import representatives
+from helpers import quick, representatives
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(lw.__file__).parent
@@ -77,6 +77,28 @@ def test_the_quick_tier_has_every_value_of_every_parameter(sizes: tuple[int, ...
     kept = [cases[i] for i in representatives(cases)]
     assert {pair for case in kept for pair in case.items()} == {pair for case in cases for pair in case.items()}
     assert len(kept) == max(sizes)
+
+
+@pytest.mark.parametrize(("laws", "values"), [(1, 7), (2, 7), (3, 4), (5, 9), (5, 2)])
+def test_in_the_quick_tier_laws_share_the_values_that_they_all_go_through(laws: int, values: int) -> None:
+    """Each law has values and each value has laws; a law of its own, and a short list, have all; seeds do not count."""
+    cases = [{"value": value, "seed": seed} for value in range(values) for seed in (-1, -2)]
+    kept = quick({str(law): cases for law in range(laws)})
+    shown = {law: {cases[i]["value"] for i in which} for law, which in kept.items()}
+    assert all(len(which) == len(shown[law]) for law, which in kept.items())
+    assert set.union(*shown.values()) == set(range(values))
+    turns = min(laws, 3) if values > 2 else 1
+    assert all(len(one) in (values // turns, values // turns + 1) for one in shown.values())
+
+
+def test_a_case_without_values_is_of_the_quick_tier() -> None:
+    assert quick({"seeds": [{"seed": 1}, {"seed": 2}], "one": [{}]}) == {"seeds": {0}, "one": {0}}
+
+
+def test_a_file_can_be_held_in_the_head() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCE.rglob("*.py")}
+    assert [str(path) for path, length in lengths.items() if length >= 400] == []
+    assert sorted(lengths.values())[len(lengths) // 2] < 130
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -58,8 +58,8 @@ class Conformal:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file, whole or not at all; `lw.conformal.load(path)` reads it."""
-        told = {"score": self.score, "level": self.level, "n": self.n, "likelihood": self.likelihood}
-        files.write(path, {"threshold": self.threshold}, {"schema": SCHEMA, **told}, files.CONFORMAL)
+        settings = {"score": self.score, "level": self.level, "n": self.n, "likelihood": self.likelihood}
+        files.write(path, {"threshold": self.threshold}, {"schema": SCHEMA, **settings}, files.CONFORMAL)
 
     def _check(self, prediction: Prediction, scores: tuple[str, ...], other: str) -> None:
         if self.score not in scores:
@@ -75,8 +75,8 @@ class Conformal:
 
     def __repr__(self) -> str:
         t = self.threshold
-        told = f"{float(t):.4g}" if t.numel() == 1 else f"{float(t.min()):.4g} to {float(t.max()):.4g}"
-        return f"Conformal({self.score}, level {self.level:g}; {self.n:,} calibration examples; threshold {told})"
+        threshold = f"{float(t):.4g}" if t.numel() == 1 else f"{float(t.min()):.4g} to {float(t.max()):.4g}"
+        return f"Conformal({self.score}, level {self.level:g}; {self.n:,} calibration examples; threshold {threshold})"
 
 
 def load(path: str | os.PathLike[str]) -> Conformal:

@@ -19,7 +19,7 @@ from torch import nn
 CASES = 60
 
 
-@pytest.mark.parametrize("first", [0, 10, 20, *(pytest.param(k, marks=pytest.mark.full) for k in range(30, CASES, 10))])
+@pytest.mark.parametrize("first", [0, 10, *(pytest.param(k, marks=pytest.mark.full) for k in range(20, CASES, 10))])
 def test_random_networks_agree_with_dense_torch(first: int) -> None:
     failed = [one for one in map(run, range(first, first + 10)) if one.failed]
     assert not failed, "\n".join(

@@ -10,9 +10,11 @@ from lapwing.api.choices import checked_mean
 from lapwing.center import Center
 from lapwing.certify import Certificate, certify
 from lapwing.checkup import Check, checked
+from lapwing.curvature import State
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.leave_one_out import LeaveOneOut, leave_one_out
 from lapwing.operators import Samples
+from lapwing.priors import Prior
 from lapwing.shell import Shell
 
 
@@ -20,8 +22,8 @@ class Judged(Shell):
     """What a Laplace object can say of itself."""
 
     if TYPE_CHECKING:  # of the Laplace object
-        state: Any
-        prior: Any
+        state: State
+        prior: Prior
         center: str
         calibration: Any
         memory_budget: int

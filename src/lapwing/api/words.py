@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 def described(la: Laplace) -> str:
     """In one line: likelihood, curvature, prior, and how they were found."""
-    told = facts(la)
+    found = facts(la)
     return (
-        f"Laplace({told['likelihood']}; {told['curvature']}; {told['parameters']} parameters, {told['examples']} "
-        f"examples; prior {told['prior']}; {told['tuning']})"
+        f"Laplace({found['likelihood']}; {found['curvature']}; {found['parameters']} parameters, {found['examples']} "
+        f"examples; prior {found['prior']}; {found['tuning']})"
     )
 
 

@@ -166,9 +166,8 @@ def _boxed(loss: Callable[[Tensor], Tensor], start: Tensor, low: Tensor, high: T
     """argmin in a box, by projected Newton steps that are halved until they help."""
     w, value = start, loss(start)
     for _ in range(40):
-        gradient = torch.func.grad(loss)(w)
+        gradient, H = _slopes(loss, w)
         stuck = ((w <= low) & (gradient > 0)) | ((w >= high) & (gradient < 0))
-        H = torch.func.hessian(loss)(w)
         H = torch.where(stuck[:, None] | stuck, torch.diag_embed(stuck.double()), H)
         values, vectors = torch.linalg.eigh(H)
         step = vectors @ ((vectors.mT @ gradient.masked_fill(stuck, 0.0)) / values.abs().clamp(min=1e-8))
@@ -183,3 +182,12 @@ def _boxed(loss: Callable[[Tensor], Tensor], start: Tensor, low: Tensor, high: T
         if small:
             return w
     return w
+
+
+def _slopes(loss: Callable[[Tensor], Tensor], w: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient (k,) and the Hessian (k, k), by reverse mode twice: torch's forward mode is slow here."""
+    with torch.enable_grad():
+        at = w.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(at), at, create_graph=True)
+        rows = [torch.autograd.grad(one, at, retain_graph=True)[0] for one in gradient]
+    return gradient.detach(), torch.stack(rows)

@@ -52,8 +52,8 @@ def probe(tangent: TangentModel, batches: Iterable[Any], likelihood: Likelihood 
         n, sums = loading.examples(batches), torch.full((5,), torch.nan, dtype=torch.float64)
         if n is None:
             n, sums = fixed.count(batches, tangent.device)
-    told = ranks.meet("the number of examples", words=torch.cat([torch.tensor([n]), sums.view(torch.int64)]))
-    n, sums = sum(int(one[0]) for one in told), torch.stack([one[1:].view(torch.float64) for one in told]).sum(0)
+    counts = ranks.meet("the number of examples", words=torch.cat([torch.tensor([n]), sums.view(torch.int64)]))
+    n, sums = sum(int(one[0]) for one in counts), torch.stack([one[1:].view(torch.float64) for one in counts]).sum(0)
     return Probe(n, f[0, ..., 0].numel(), f.shape[-1], tangent.layout.size, first, sums=sums)
 
 
@@ -158,8 +158,9 @@ class Pass:
 
     def by(self, structure: Structure, factor: Factor, checkpoint: FitCheckpoint | None) -> State:
         """The state of another structure over the same data."""
-        told: dict[str, Any] = {"generator": self.generator, "progress": self.progress, "seen": self.seen}
-        return accumulate(structure, self.tangent, self.likelihood, self.batches, factor, checkpoint=checkpoint, **told)
+        options: dict[str, Any] = {"generator": self.generator, "progress": self.progress, "seen": self.seen}
+        options["checkpoint"] = checkpoint
+        return accumulate(structure, self.tangent, self.likelihood, self.batches, factor, **options)
 
     @property
     def ranks(self) -> Ranks:

@@ -165,8 +165,8 @@ class Kronecker(Layered):
             raise InvalidValue(f"bias must be 'joint' or 'apart', got {self.bias!r}")
 
     def __str__(self) -> str:
-        told = ["reduce"] * (self.sharing == "reduce") + ["bias apart"] * (self.bias == "apart")
-        return f"kron ({', '.join(told)})" if told else "kron"
+        choices = ["reduce"] * (self.sharing == "reduce") + ["bias apart"] * (self.bias == "apart")
+        return f"kron ({', '.join(choices)})" if choices else "kron"
 
     def uncoupled(self, part: Part) -> bool:
         return self.bias == "apart" and part.weight is not None and part.bias is not None

@@ -150,12 +150,12 @@ def merged(state: State, ranks: Ranks) -> State:
         return state
     what = f"merging states of {state.structure}"
     held = {kind: {k: (v.shape, v.dtype, bool(v.any())) for k, v in tensors.items()} for kind, tensors in _sums(state)}
-    told = ranks.gather((state.n, state.targets, state.inputs, held), f"{what} with {state.parts}")
-    full = {kind: _filled(tensors, [one[kind] for *_, one in told], state) for kind, tensors in _sums(state)}
-    targets, inputs = [one for _, one, _, _ in told], [one for _, _, one, _ in told]
+    shares = ranks.gather((state.n, state.targets, state.inputs, held), f"{what} with {state.parts}")
+    full = {kind: _filled(tensors, [one[kind] for *_, one in shares], state) for kind, tensors in _sums(state)}
+    targets, inputs = [one for _, one, _, _ in shares], [one for _, _, one, _ in shares]
     return replace(
         state,
-        n=sum(n for n, *_ in told),
+        n=sum(n for n, *_ in shares),
         statistics=ranks.totals(full["statistics"], what),
         sums=ranks.totals(full["sums"], what),
         batches=tuple(ranks.joined(state.batches, what)) if any(ranks.gather(state.holds_data)) else (),

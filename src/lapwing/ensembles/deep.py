@@ -52,11 +52,11 @@ def assembled(
         check_alike(first, other, k)
     bound = None if prior is None else as_prior(prior, first.layout, first.device)
     theta = torch.stack([t.theta.to(first.device, torch.float64) for t in tangents])  # (m, p)
-    told = likelihood.to(first.device), bound, n, targets, made
+    rest = likelihood.to(first.device), bound, n, targets, made
     if all(same_constants(first, other) for other in tangents[1:]):
-        return Fitted(Particles(first, theta), *told)
+        return Fitted(Particles(first, theta), *rest)
     alone = (Particles(t, w.unsqueeze(0)) for t, w in zip(tangents, theta, strict=True))
-    return Blended(tuple(Fitted(one, *told) for one in alone), log_weights("uniform", len(tangents)))
+    return Blended(tuple(Fitted(one, *rest) for one in alone), log_weights("uniform", len(tangents)))
 
 
 def same_constants(a: TangentModel, b: TangentModel) -> bool:

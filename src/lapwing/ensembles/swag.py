@@ -54,11 +54,11 @@ def swag(
             "the network has batch norm, whose statistics belong to the weights; pass data= to renew them"
         )
     n, targets = (0, None) if data is None else _counted(data, tangent.device)
-    told = None, n, targets, f"swag of {source.snapshots} snapshots"
+    rest = None, n, targets, f"swag of {source.snapshots} snapshots"
     if not normed:
-        return Fitted(Particles(tangent, theta), likelihood.to(tangent.device), *told)
+        return Fitted(Particles(tangent, theta), likelihood.to(tangent.device), *rest)
     batches = loading.as_batches(data)
-    return assembled([_renewed(tangent, w, batches) for w in theta], likelihood, *told)
+    return assembled([_renewed(tangent, w, batches) for w in theta], likelihood, *rest)
 
 
 def drawn(source: Swag, n: int, generator: torch.Generator) -> Tensor:

@@ -97,8 +97,8 @@ def _trained(
         own = (_at_once if at_once else _one_by_one)(tangents[mine], loss, batches, lr, mine.start)
         trained = _of_all(ranks, tangents, own)
     how = "at once" if at_once else "one by one"
-    told = joint.likelihood, joint.prior if prior is not None else None, joint.n, joint.targets
-    return assembled(trained, *told, f"training {members} members {how}")
+    rest = joint.likelihood, joint.prior if prior is not None else None, joint.n, joint.targets
+    return assembled(trained, *rest, f"training {members} members {how}")
 
 
 class _Loss:

@@ -75,7 +75,7 @@ class Served(nn.Module):
         self.network = copy.deepcopy(tangent.model).eval().requires_grad_(False)
         self.network.load_state_dict({**tangent.constants, **tangent.embed(tangent.params)})
         self.call, self.likelihood, self.link, self.multiplied = tangent.forward, la.likelihood.plain, link, multiplied
-        self.parts, self.terms = _terms(la, x)
+        self.parts, self.terms = _terms(la.spread.precision, la, x)
         self.shapes: dict[str, torch.Size] = {}  # of what each layer puts out, without examples
         self.shifts: dict[str, Tensor] | None = None
         self.inputs: dict[str, Tensor] = {}
@@ -193,10 +193,28 @@ def _units(f: Tensor) -> Tensor:
     return torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).unsqueeze(1).expand(-1, f.shape[0], -1)
 
 
-def _terms(la: Laplace, x: Tensor) -> tuple[tuple[Part, ...], nn.ModuleList]:
-    """The layers, and what they add to the covariance."""
-    precision, like = la.spread.precision, next(iter(la.tangent.params.values()))
-    parts = la.spread.parts if isinstance(precision, Blocks) else cover(la.tangent, x)
+@functools.singledispatch
+def _terms(precision: Any, la: Laplace, x: Tensor) -> tuple[tuple[Part, ...], nn.ModuleList]:
+    """The layers, and what they add to the covariance: one term of all of them."""
+    used, like = _linear(la, cover(la.tangent, x)), next(iter(la.tangent.params.values()))
+    index = torch.cat([part.index(la.tangent.layout) for part in used]).to(like.device)
+    return used, nn.ModuleList([Rooted(used, precision, index, like)])
+
+
+@_terms.register
+def _(precision: Blocks, la: Laplace, x: Tensor) -> tuple[tuple[Part, ...], nn.ModuleList]:
+    """One of each layer."""
+    used, like = _linear(la, la.spread.parts), next(iter(la.tangent.params.values()))
+    terms: list[nn.Module] = []
+    for part, op in zip(la.spread.parts, precision.parts, strict=True):
+        if part.kind != "unused":
+            diagonal = in_basis.dispatch(type(op)) is not in_basis.dispatch(object)
+            terms.append(Rotated(part, op, like) if diagonal else Rooted([part], op, None, like))
+    return used, nn.ModuleList(terms)
+
+
+def _linear(la: Laplace, parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Those that reach the outputs, all linear layers."""
     used = tuple(part for part in parts if part.kind != "unused")
     for part in used:
         if part.generic or part.site or not isinstance(la.tangent.model.get_submodule(part.module), nn.Linear):
@@ -204,15 +222,7 @@ def _terms(la: Laplace, x: Tensor) -> tuple[tuple[Part, ...], nn.ModuleList]:
                 f"{part.name} is not served ({part.reason or 'it is no linear layer'}); use subset='last_layer', or "
                 "name linear layers by subset="
             )
-    if not isinstance(precision, Blocks):
-        index = torch.cat([part.index(la.tangent.layout) for part in used]).to(like.device)
-        return used, nn.ModuleList([Rooted(used, precision, index, like)])
-    terms: list[nn.Module] = []
-    for part, op in zip(parts, precision.parts, strict=True):
-        if part.kind != "unused":
-            diagonal = in_basis.dispatch(type(op)) is not in_basis.dispatch(object)
-            terms.append(Rotated(part, op, like) if diagonal else Rooted([part], op, None, like))
-    return used, nn.ModuleList(terms)
+    return used
 
 
 def _inputs(part: Part, x: Tensor, n: Any) -> DenseInputs:

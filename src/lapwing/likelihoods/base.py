@@ -82,8 +82,8 @@ class Likelihood:
     @property
     def kind(self) -> str:
         """What a fit is of: the name, with the settings; hyperparameters may differ."""
-        told = ", ".join(f"{name}={getattr(self, name).tolist()}" for name in self.settings)
-        return f"{self.name}({told})" if told else self.name
+        settings = ", ".join(f"{name}={getattr(self, name).tolist()}" for name in self.settings)
+        return f"{self.name}({settings})" if settings else self.name
 
     @property
     def density(self) -> str:

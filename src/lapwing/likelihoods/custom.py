@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, vmap
+from torch.func import grad, jacrev, vmap
 
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods.base import Likelihood
@@ -37,8 +37,8 @@ class Custom(Likelihood):
 
     @property
     def kind(self) -> str:
-        told = ", ".join(f"{f.name}={getattr(self, f.name).tolist()}" for f in fields(self))
-        return f"{self.name}({told})" if told else self.name
+        settings = ", ".join(f"{f.name}={getattr(self, f.name).tolist()}" for f in fields(self))
+        return f"{self.name}({settings})" if settings else self.name
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class Custom(Likelihood):
     def curvature_root(self, f: Tensor, y: Tensor) -> Tensor:
         if not self.concave:
             raise Unsupported(f"{self.name} is not concave, so its Hessian is no factor; use factor='monte_carlo'")
-        values, vectors = torch.linalg.eigh(-vmap(hessian(self._one))(f, y))
+        values, vectors = torch.linalg.eigh(-vmap(jacrev(grad(self._one)))(f, y))
         slack = ROUNDING * torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
         bad = (values < -slack).any(-1).nonzero().flatten()
         if len(bad):

@@ -379,17 +379,16 @@ class Prediction:
 
     def _joint_log_prob(self, y: Tensor) -> Tensor:
         """log E_f Π_n p(y_n | f_n), over those f that the likelihood can take."""
+        targets = flat_targets(self.likelihood, self.f_mean, y)
         if isinstance(self.outputs, Normal):
             inside = self.likelihood.inside(self.outputs.points()).flatten(1).all(1)
             c, d = self.f_mean.shape[-1], self.f_mean.numel()
             mean, cov = self.f_mean.reshape(-1, c), self.covariance.reshape(d, d)
-            targets = flat_targets(self.likelihood, self.f_mean, y)
             return together.log_density(self.likelihood.log_prob, mean, cov, targets) - inside.double().mean().log()
         rows = torch.arange(self.f_mean[..., 0].numel(), device=self.f_mean.device)
         draws = self.outputs.nodes(rows, None)  # (s, N, c), of equal weights at all rows
         inside = self.likelihood.inside(draws.f).all(1)
         log_weight = torch.where(inside, draws.log_weight[:, 0], -math.inf)
-        targets = flat_targets(self.likelihood, self.f_mean, y)
         each = self.likelihood.at(draws.source).log_prob(draws.f, targets.expand(len(draws.f), *targets.shape)).sum(1)
         each = torch.where(inside, each, -math.inf)
         return torch.logsumexp(each + log_weight, 0) - torch.logsumexp(log_weight, 0)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, vmap
+from torch.func import grad, jacrev, vmap
 
 from lapwing.errors import NotConverged, warn
 from lapwing.outputs.points import DRAWS, psd_root, quasi_normal
@@ -61,7 +61,7 @@ def _mode(
     for _ in range(NEWTON_STEPS):
         f = mean + (L @ z).reshape(mean.shape)
         slope = L.mT @ vmap(grad(one))(f, y).reshape(-1) - z
-        C = torch.linalg.cholesky(eye + L.mT @ _times(_positive(-vmap(hessian(one))(f, y)), L))
+        C = torch.linalg.cholesky(eye + L.mT @ _times(_positive(-vmap(jacrev(grad(one)))(f, y)), L))
         step = torch.cholesky_solve(slope.unsqueeze(-1), C).squeeze(-1)
         promise = float(slope @ step)
         if promise < SETTLED:

@@ -71,9 +71,9 @@ class Comparison:
         out = [[*head, "structure", "center", "tuned", *(["held-out NLL"] if held else [])]]
         for r in self.rows:
             numbers = [r.log_evidence, r.difference, r.fit, r.quadratic, r.occam, r.effective_dimension]
-            told = ["" if v is None else f"{v:.2f}" for v in numbers]
+            figures = ["" if v is None else f"{v:.2f}" for v in numbers]
             words = [f"{r.parameters:,}", r.structure, r.center, r.tuned]
-            out.append([r.name, *told, *words, *(["" if r.nll is None else f"{r.nll:.4f}"] if held else [])])
+            out.append([r.name, *figures, *words, *(["" if r.nll is None else f"{r.nll:.4f}"] if held else [])])
         return out
 
     def _notes(self) -> list[str]:

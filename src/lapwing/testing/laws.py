@@ -40,8 +40,8 @@ class Laws:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None and self.broken:
-            told = "\n".join(f"  {law}\n      {figures}" for law, figures in self.broken.items())
-            raise BrokenLaw(f"{self.subject} breaks {len(self.broken)} law(s):\n{told}") from self.cause
+            broken = "\n".join(f"  {law}\n      {figures}" for law, figures in self.broken.items())
+            raise BrokenLaw(f"{self.subject} breaks {len(self.broken)} law(s):\n{broken}") from self.cause
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
