@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from _truth_joint import joint
-from _truth_page import write
+from _truth_page import stopped, write
 from _truth_problems import CASES, PRIOR, TRIED, Case, Method, trained
 
 import lapwing as lw
-from lapwing.truth import Bench, Problem
+from lapwing.truth import Bench, Problem, Trial
 
 ROOT = pathlib.Path(__file__).parents[1]
 LINES, CACHE = ROOT / "out" / "truth.jsonl", ROOT / "out" / "truth"
@@ -77,7 +77,9 @@ def run(name: str, seed: int, method: str, setting: Any = None) -> None:
         else:
             tried = TRIED[method]
             start = time.process_time()
-            row = held.row(method, lambda problem: tried.run(problem, case, setting))
+            found: list[Trial] = []
+            row = held.row(method, lambda problem: found.append(tried.run(problem, case, setting)) or found[0])
+            more = {"chains": list(getattr(found[0].fit.posterior, "lengths", []))}
     except (lw.errors.NotConverged, lw.errors.InvalidValue, ValueError, RuntimeError) as error:
         more = {"error": f"{type(error).__name__}: {error}"}
     keep(key, {**about, "row": row, **more, "cpu": round(time.process_time() - start, 1)})
@@ -93,7 +95,7 @@ def chosen(name: str, method: str) -> tuple[bool, Any]:
     if TRIED[of].settings == (None,):
         return True, None
     lines = [one for one in stored().values() if (one["case"], one["seed"], one["method"]) == (name, CHOICE, of)]
-    fine = [one for one in lines if one["row"] and math.isfinite(one["row"]["variation"])]
+    fine = [one for one in lines if one["row"] and math.isfinite(one["row"]["variation"]) and not stopped(one)]
     if len(lines) < len(TRIED[of].settings) or not fine:
         return False, None
     return True, min(fine, key=lambda one: one["row"]["variation"])["setting"]

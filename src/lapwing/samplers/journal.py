@@ -57,7 +57,14 @@ class WalkJournal:
         tensors: dict[str, Tensor] = {}
         told = {name: torch.stack(values) for name, values in walk.told.items()}
         kept = torch.stack(walk.kept) if walk.kept else torch.zeros(0, *walk.state["q"].shape, dtype=torch.float64)
-        held = {"state": walk.state, "origin": walk.origin, "alive": walk.alive, "lengths": walk.lengths, "kept": kept, "told": told}
+        held = {
+            "state": walk.state,
+            "origin": walk.origin,
+            "alive": walk.alive,
+            "lengths": walk.lengths,
+            "kept": kept,
+            "told": told,
+        }
         run = pack_tree({**held, "streams": walk.streams.state()}, "run", tensors)
         header = {"schema": SCHEMA, "identity": self.identity, "steps": t, "run": run}
         files.write(self.path, tensors, header, files.WALK)
