@@ -1,5 +1,5 @@
-"""HMC against Pyro's NUTS on a network of 50 weights: the same predictions, misfit and sizes of weights within Monte-Carlo
-error, √(variance / ESS) of each mean.
+"""HMC against Pyro's NUTS on a network of 50 weights: the same predictions, misfit and sizes of weights within
+Monte-Carlo error, √(variance / ESS) of each mean.
 
 With few data and much noise trajectories of NUTS are short, so that it takes a minute of one core. A prior or a
 temperature that is off by a quarter, a noise by a tenth, or a leapfrog with a kick too many is beyond the limit.
