@@ -188,6 +188,21 @@ def test_chains_that_diverge_keep_their_draws() -> None:
     assert 0 < max(post.posterior.lengths) < 60  # type: ignore[attr-defined]
 
 
+def test_a_chain_that_is_stopped_in_its_warm_up_is_counted(tmp_path: Path) -> None:
+    class Cubed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.mT**3
+
+    model, x = Cubed(1, 1, bias=False).double(), normal(20, 1)
+    told: dict[str, Any] = {"step": 1e-3, "chains": 3, "draws": 10, "warmup": 2}
+    with pytest.warns(LapwingWarning, match="chain 2 of langevin diverged in step 1 of 12: .* 0 draws"):
+        post = langevin(model, (x, x / 8), "gaussian", start=torch.tensor([[0.1], [5.0], [-0.2]]).double(), **told)
+    post.save(tmp_path / "post")
+    for one in (post, lw.load(tmp_path / "post", model)):
+        assert one.posterior.lengths == (10, 0, 10)  # type: ignore[attr-defined]
+        assert "3 chains of 10 draws, 1 of them stopped early" in repr(one)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
