@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from _truth_joint import KAPPAS, NAME, POSTERIORS
-from _truth_problems import CASES, TRIED
+from _truth_problems import CASES, DRAWS, TRIED
 from left_out import line, short
 
 from lapwing.truth import Convergence, TruthBench
@@ -59,6 +59,11 @@ def by_method(lines: list[Row], case: str, choice: int) -> dict[str, list[Row]]:
     return {name: [one for one in mine if one["method"] == name] for name in dict.fromkeys(names)}
 
 
+def stopped(one: Row) -> int:
+    """How many chains of a walk diverged."""
+    return sum(n < DRAWS for n in one.get("chains", ()))
+
+
 def cell(row: Row, key: str) -> str:
     if key not in row:
         return ""
@@ -90,6 +95,8 @@ def table(lines: list[Row], case: str, choice: int) -> list[str]:
         fine = [one for one in some if one["row"]]
         row = pooled(fine) if fine else {}
         failed = "" if len(fine) == len(some) else f" ({len(some) - len(fine)} of {len(some)} seeds failed)"
+        if lost := sum(stopped(one) for one in fine):
+            failed += f" ({lost} of {sum(len(one['chains']) for one in fine)} chains diverged)"
         shown = "HMC, half of its chains to the others" if name == "HMC" else name
         share = cost(row, hmc["epochs"][0]) if fine else ""
         out.append(line((shown + failed, *(cell(row, c) for c in (*columns, "joint 5")), share)))

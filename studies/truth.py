@@ -5,9 +5,10 @@
 
 Each method on each problem and seed is scored once: its line goes to out/truth.jsonl, references to out/truth, and a
 run leaves out what is there. `choose` tries the settings of methods on seed 9 (data, network and chains), and takes
-those nearest to the reference; `score` scores other seeds by them; `joint` (LAPWING_DATA has fashion_mnist.npz) is of
-labels together. `--table` brings all lines into `results/truth.json`, and writes the tables and the figure of
-`docs/studies/truth.md`. `_truth_problems.py` has problems and methods, `_truth_joint.py` the second part,
+those nearest to the reference, of which no chain diverged; `score` scores other seeds by them; `joint` (LAPWING_DATA
+has fashion_mnist.npz) is of labels together. `--table` brings all lines, and those of the record that were not run
+again, into `results/truth.json`, and writes the tables and the figure of `docs/studies/truth.md`.
+`_truth_problems.py` has problems and methods, `_truth_joint.py` the second part,
 `_truth_page.py` the tables.
 """
 
@@ -19,16 +20,17 @@ import math
 import pathlib
 import time
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from _truth_joint import joint
-from _truth_page import write
+from _truth_page import RESULTS, stopped, write
 from _truth_problems import CASES, PRIOR, TRIED, Case, Method, trained
 
 import lapwing as lw
-from lapwing.truth import Bench, Problem
+from lapwing.truth import Bench, Problem, Trial
 
 ROOT = pathlib.Path(__file__).parents[1]
 LINES, CACHE = ROOT / "out" / "truth.jsonl", ROOT / "out" / "truth"
@@ -41,6 +43,13 @@ def stored() -> dict[str, Row]:
     """All lines, by key."""
     text = LINES.read_text().splitlines() if LINES.is_file() else []
     return {one["key"]: one for one in map(json.loads, text)}
+
+
+def recorded() -> list[Row]:
+    """All lines, and of the record what they are not of: it travels with the repository, lines do not."""
+    mine, about = list(stored().values()), itemgetter("case", "seed", "method")
+    old = json.loads(RESULTS.read_text())["lines"] if RESULTS.is_file() else []
+    return [*(one for one in old if about(one) not in set(map(about, mine))), *mine]
 
 
 def keep(key: str, line: Row) -> None:
@@ -77,7 +86,9 @@ def run(name: str, seed: int, method: str, setting: Any = None) -> None:
         else:
             tried = TRIED[method]
             start = time.process_time()
-            row = held.row(method, lambda problem: tried.run(problem, case, setting))
+            found: list[Trial] = []
+            row = held.row(method, lambda problem: found.append(tried.run(problem, case, setting)) or found[0])
+            more = {"chains": list(getattr(found[0].fit.posterior, "lengths", []))}
     except (lw.errors.NotConverged, lw.errors.InvalidValue, ValueError, RuntimeError) as error:
         more = {"error": f"{type(error).__name__}: {error}"}
     keep(key, {**about, "row": row, **more, "cpu": round(time.process_time() - start, 1)})
@@ -87,13 +98,13 @@ def methods_of(name: str) -> dict[str, Method]:
     return {k: m for k, m in TRIED.items() if name != "regression" or not m.classes}
 
 
-def chosen(name: str, method: str) -> tuple[bool, Any]:
+def chosen(known: list[Row], name: str, method: str) -> tuple[bool, Any]:
     """Whether there is a choice yet, and the setting nearest to the reference on the seed of choices."""
     of = TRIED[method].same or method
     if TRIED[of].settings == (None,):
         return True, None
-    lines = [one for one in stored().values() if (one["case"], one["seed"], one["method"]) == (name, CHOICE, of)]
-    fine = [one for one in lines if one["row"] and math.isfinite(one["row"]["variation"])]
+    lines = [one for one in known if (one["case"], one["seed"], one["method"]) == (name, CHOICE, of)]
+    fine = [one for one in lines if one["row"] and math.isfinite(one["row"]["variation"]) and not stopped(one)]
     if len(lines) < len(TRIED[of].settings) or not fine:
         return False, None
     return True, min(fine, key=lambda one: one["row"]["variation"])["setting"]
@@ -116,7 +127,7 @@ def score(names: list[str], seeds: list[int]) -> None:
                 key = f"{name}/{seed}/{method}"
                 if any(k == key or k.startswith(f"{key}/") for k in stored()):
                     continue
-                known, setting = chosen(name, method)
+                known, setting = chosen(list(stored().values()), name, method)
                 if known:
                     run(name, seed, method, setting)
                 else:
@@ -133,7 +144,7 @@ def main() -> None:
     if CHOICE in args.seeds:
         parser.error(f"seed {CHOICE} is that of the choices; score others")
     if args.table:
-        return write(list(stored().values()), CHOICE, chosen)
+        return write(recorded(), CHOICE, partial(chosen, recorded()))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # diverged chains are counted, and priors that the evidence picks are meant
     if "choose" in args.part:

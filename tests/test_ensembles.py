@@ -1,5 +1,6 @@
 """Ensembles: members as particles, training at once and one by one, SWAG's Gaussian, masks of dropout, weights."""
 
+import contextlib
 import itertools
 import math
 from pathlib import Path
@@ -189,6 +190,24 @@ def test_dropout_in_training_leaves_the_random_state() -> None:
     assert_close(*weights, rtol=0, atol=0)
     assert "at once" in fit.made
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Plain])
+@pytest.mark.parametrize("lr", [0.01, 1e200])
+def test_training_gives_each_module_its_mode_back(kind: type[nn.Sequential], lr: float) -> None:
+    """Also where it stops; networks come in eval mode but for one layer, and the other way about."""
+    made: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        net = kind(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double().train(len(made) % 2 == 0)
+        net[1].train(not net.training)
+        made.append(net)
+        return net
+
+    with contextlib.suppress(NotConverged):
+        lw.ensembles.train(make, points(), "gaussian", members=2, steps=5, lr=lr)
+    modes = [[m.training for m in net.modules()] for net in made]
+    assert modes == [[True, True, False, True], [False, False, True, False]]
 
 
 def test_training_refuses_what_it_cannot_do() -> None:

@@ -64,14 +64,15 @@ def test_the_target_of_many_kinds_of_layers(kind: str) -> None:
             close(g, slope, 1e-8)
 
 
-def test_minibatch_gradients_are_unbiased() -> None:
-    """The mean over all batches of one example is the gradient over all data."""
+def test_minibatch_values_and_gradients_are_unbiased() -> None:
+    """The mean over all batches of one example is what all data give."""
     model, x, y = mlp(), normal(6, 2), normal(6, 2, seed=1)
     target = targeted(model, (x, y), "gaussian", 1.0, 1.0, "all", None)
     q = target.start(target.joint.start.expand(6, -1)) + 0.1
     with target.running():
-        each = target.noisy_grad(q, torch.arange(6).unsqueeze(1))
-        close(each.mean(0), target.value_and_grad(q)[1][0], 1e-12)
+        each = target.noisy_value_and_grad(q, torch.arange(6).unsqueeze(1))
+        for found, whole in zip(each, target.value_and_grad(q), strict=True):
+            close(found.mean(0), whole[0], 1e-12)
 
 
 def test_a_network_that_torch_cannot_batch_runs_chain_by_chain() -> None:

@@ -76,7 +76,10 @@ def test_chains_of_unequal_lengths() -> None:
     chains = lw.posterior.Chains(tangent, normal(7, 2), None, (3, 1, 3))
     assert str(chains) == "3 chains of 3 draws, 1 of them stopped early"
     assert chains.by_chain(chains.weights).shape == (2, 3, 2)
-    for lengths in ((3, 3), (7, 0), ()):
+    early = lw.posterior.Chains(tangent, normal(7, 2), None, (7, 0))
+    assert str(early) == "2 chains of 7 draws, 1 of them stopped early"
+    assert early.by_chain(early.weights).shape == (1, 7, 2)
+    for lengths in ((3, 3), (8, -1), ()):
         with pytest.raises(InvalidValue, match="7 draws of chains"):
             lw.posterior.Chains(tangent, normal(7, 2), None, lengths)
 
@@ -181,8 +184,23 @@ def test_discrete_weights_are_for_a_sampler_without_gradients(sampler: Callable[
 def test_chains_that_diverge_keep_their_draws() -> None:
     model, x, y = linear()
     with pytest.warns(LapwingWarning, match="diverged in step"):
-        post = langevin(model, (x, y), "gaussian", step=1e8, chains=2, draws=60, warmup=0)
+        post = langevin(model, (x, y), "gaussian", step=0.3, chains=2, draws=60, warmup=0)
     assert 0 < max(post.posterior.lengths) < 60  # type: ignore[attr-defined]
+
+
+def test_a_chain_that_is_stopped_in_its_warm_up_is_counted(tmp_path: Path) -> None:
+    class Cubed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.mT**3
+
+    model, x = Cubed(1, 1, bias=False).double(), normal(20, 1)
+    told: dict[str, Any] = {"step": 1e-3, "chains": 3, "draws": 10, "warmup": 2}
+    with pytest.warns(LapwingWarning, match="chain 2 of langevin diverged in step 1 of 12: .* 0 draws"):
+        post = langevin(model, (x, x / 8), "gaussian", start=torch.tensor([[0.1], [5.0], [-0.2]]).double(), **told)
+    post.save(tmp_path / "post")
+    for one in (post, lw.load(tmp_path / "post", model)):
+        assert one.posterior.lengths == (10, 0, 10)  # type: ignore[attr-defined]
+        assert "3 chains of 10 draws, 1 of them stopped early" in repr(one)
 
 
 @pytest.mark.parametrize(

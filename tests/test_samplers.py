@@ -47,10 +47,10 @@ class Density:
         slope, value = torch.func.vmap(torch.func.grad_and_value(self.log_density))(q)
         return value, slope
 
-    def noisy_grad(self, q: Tensor, index: Tensor) -> Tensor:
-        return self.value_and_grad(q)[1]
+    def noisy_value_and_grad(self, q: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        return self.value_and_grad(q)
 
-    split = 0
+    split, temperature = 0, 1.0
 
 
 @dataclass
@@ -337,14 +337,30 @@ def test_a_cycle_searches_cold_and_then_samples() -> None:
 
 
 def test_a_chain_that_diverges_is_stopped_and_named_and_keeps_its_draws() -> None:
-    """−q⁴/4: steps from far out fly off, steps from near do not."""
-    target = Density(lambda q: -0.25 * q.square().square().sum())
-    with pytest.warns(LapwingWarning, match=r"chain 2 of langevin diverged in step \d of 40: .* \d draws so far"):
-        walk = run(target, Langevin(0.02), torch.tensor([[0.1], [30.0], [-0.2]]).double(), 40)
-    short, lengths = int(walk.lengths[1]), walk.lengths.tolist()
-    assert 0 < short < 12
-    assert lengths == [40, short, 40]
-    assert bool(torch.isfinite(torch.stack(walk.kept)).all())
+    """−q⁴/4: steps from far out fly off, steps from near do not. Its place is still finite where it is stopped."""
+    target = Density(lambda q: -0.25 * q.square().square().sum(), examples=SimpleNamespace(n=10_000))
+    start = torch.tensor([[0.1], [15.0], [-0.2]]).double()
+    with pytest.warns(LapwingWarning, match=r"chain 2 of langevin diverged in step 3 of 40: .* from -1.2\d+e\+04 to -"):
+        walk = run(target, Langevin(0.02), start, 40)
+    assert walk.lengths.tolist() == [40, 2, 40]
+    assert float(torch.stack(walk.kept).abs().max()) < 100
+    with pytest.warns(LapwingWarning, match=r"step 1 of 40: .* 0 draws so far"):  # in its warm-up
+        assert run(target, Langevin(0.02), start * 2, 38, warmup=2).lengths.tolist() == [38, 0, 38]
+
+
+@pytest.mark.parametrize("of", [Sgld, lambda by: Sghmc(by, 0.5)], ids=["sgld", "sghmc"])
+def test_a_walk_that_goes_off_and_ends_with_finite_weights_has_diverged(of: Any) -> None:
+    """Steps that fall to nothing over a cycle leave it where the first of them, too long, have thrown it."""
+    kernel = of(Minibatch(40.0, 1, cyclical=True))
+    with pytest.warns(LapwingWarning, match=rf"chain 1 of {kernel.name} diverged in step \d of 20"):
+        walk = run(STANDARD, kernel, normal(1, 2), 20)
+    assert int(walk.lengths) < 10
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_a_walk_from_far_out_that_comes_home_has_not_diverged(scale: float) -> None:
+    """Nor has one whose step, as wide as is stable, leaves it wider than the target."""
+    assert run(STANDARD, Sgld(Minibatch(3.9, 1)), scale * normal(50, 20), 100).lengths.tolist() == [100] * 50
 
 
 def test_a_walk_ends_where_every_chain_has_diverged() -> None:

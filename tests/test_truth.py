@@ -75,6 +75,16 @@ def test_total_variation_of_normals_is_the_closed_form() -> None:
     assert abs(variation(normal(torch.zeros(4, 1).double()), normal(apart)) - float(exact.mean())) < 2e-3
 
 
+@pytest.mark.parametrize("far", [30.0, 1e30])
+def test_a_draw_far_out_counts_by_its_share(far: float) -> None:
+    """One of four: bins may not be as wide as it is away, or the others all look alike."""
+    for away, share in ((0.0, 0.25), (10 * NOISE, 1.0)):
+        near, x = torch.zeros(4, 3, 1).double(), torch.full((4, 3, 1), away).double()
+        x[0] = far
+        p, q = (lw.Prediction(known(), lw.outputs.Draws(f)) for f in (x, near))
+        assert variation(p, q) == pytest.approx(share, abs=1e-6)
+
+
 def test_an_unconverged_reference_is_refused() -> None:
     with pytest.raises(NotConverged, match=r"R-hat of its predictions is up to .*above 1.1 at"):
         run(reference={"chains": 4, "draws": 20, "warmup": 0, "leapfrog": 2, "step": 1e-3})

@@ -1,6 +1,7 @@
 """Draws of a sampler's chains: particles that know which chain they are of, and what it told of each.
 
-Particles are in order, all of the first chain, then all of the second. A chain that was stopped is shorter.
+Particles are in order, all of the first chain, then all of the second. A chain that was stopped is shorter; one that
+was stopped before its first draw has the length 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Chains(Particles):
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = [k for k, v in {**self.told, **self.latent}.items() if len(v) != len(self.weights)]
-        if sum(self.lengths) != len(self.weights) or min(self.lengths, default=0) < 1 or wrong:
+        if sum(self.lengths) != len(self.weights) or min(self.lengths, default=0) < 0 or wrong:
             raise InvalidValue(f"{len(self.weights)} draws of chains of lengths {self.lengths}; not as many: {wrong}")
 
     def by_chain(self, values: Tensor) -> Tensor:

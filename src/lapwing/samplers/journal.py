@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lapwing.samplers.target import Target
     from lapwing.samplers.walk import Plan, TransitionKernel, Walk
 
-SCHEMA = 1
+SCHEMA = 2
 EVERY = 100  # steps
 ANEW = "delete it to begin anew, or give another path"
 
@@ -57,7 +57,14 @@ class WalkJournal:
         tensors: dict[str, Tensor] = {}
         told = {name: torch.stack(values) for name, values in walk.told.items()}
         kept = torch.stack(walk.kept) if walk.kept else torch.zeros(0, *walk.state["q"].shape, dtype=torch.float64)
-        held = {"state": walk.state, "alive": walk.alive, "lengths": walk.lengths, "kept": kept, "told": told}
+        held = {
+            "state": walk.state,
+            "origin": walk.origin,
+            "alive": walk.alive,
+            "lengths": walk.lengths,
+            "kept": kept,
+            "told": told,
+        }
         run = pack_tree({**held, "streams": walk.streams.state()}, "run", tensors)
         header = {"schema": SCHEMA, "identity": self.identity, "steps": t, "run": run}
         files.write(self.path, tensors, header, files.WALK)
@@ -73,7 +80,8 @@ class WalkJournal:
             held = unpack_tree(entries.take("run", "dict"), left, walk.streams.device)
             entries.done()
             left.done()
-            walk.state, walk.alive, walk.lengths = held["state"], held["alive"], held["lengths"]
+            walk.state, walk.origin = held["state"], held["origin"]
+            walk.alive, walk.lengths = held["alive"], held["lengths"]
             walk.kept, walk.told = list(held["kept"]), {name: list(values) for name, values in held["told"].items()}
             walk.streams.resume(held["streams"].cpu())
         return steps

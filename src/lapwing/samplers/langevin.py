@@ -34,15 +34,17 @@ class Langevin:
     def __post_init__(self) -> None:
         check_step(self.step_size)
 
-    def begin(self, target: Target, q: Tensor) -> State:
-        """The chains' places."""
-        return {"q": q}
+    def begin(self, target: Target, q: Tensor, streams: Streams) -> State:
+        """The chains' places, densities and gradients."""
+        value, g = target.value_and_grad(q)
+        return {"q": q, "log_density": value, "gradient": g}
 
     def step(self, target: Target, state: State, streams: Streams, stage: Stage) -> tuple[State, State]:
         """A step of every chain."""
         q, eps = state["q"], self.step_size
+        q = q + 0.5 * eps * state["gradient"] + eps**0.5 * streams.normal(q.shape[1])
         value, g = target.value_and_grad(q)
-        return {"q": q + 0.5 * eps * g + eps**0.5 * streams.normal(q.shape[1])}, {"log_density": value}
+        return {"q": q, "log_density": value, "gradient": g}, {"log_density": value}
 
 
 def langevin(

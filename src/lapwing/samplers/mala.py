@@ -43,7 +43,7 @@ class Mala:
         """How the warm-up moves ε and v."""
         return Adaptation(0.574, self.step_size)
 
-    def begin(self, target: Target, q: Tensor) -> State:
+    def begin(self, target: Target, q: Tensor, streams: Streams) -> State:
         """The chains' places, densities and gradients, with what the warm-up learns."""
         value, g = target.value_and_grad(q)
         return {**self.adaptation.begin(q), "q": q, "log_density": value, "gradient": g}

@@ -41,7 +41,7 @@ class Metropolis:
         """How it moves ε, a share of binary weights."""
         return Adaptation(0.234, self.step_size, (1 / target.split, 1.0))
 
-    def begin(self, target: Target, q: Tensor) -> State:
+    def begin(self, target: Target, q: Tensor, streams: Streams) -> State:
         """The chains' places and their densities, with what the warm-up learns."""
         return {**self.adaptation.begin(q), "q": q, "log_density": target.value(q)}
 

@@ -39,18 +39,23 @@ class Minibatch:
         if self.rmsprop is not None and not 0 < given.share(self.rmsprop, "rmsprop") < 1:
             raise InvalidValue(f"rmsprop is the decay of mean squares, such as 0.99, got {self.rmsprop}")
 
-    def begin(self, q: Tensor) -> State:
-        """The chains' places, and mean squares."""
-        return {"q": q, **({} if self.rmsprop is None else {"squares": torch.zeros_like(q)})}
+    def begin(self, target: Target, q: Tensor, streams: Streams) -> State:
+        """The chains' places, and the first estimates there."""
+        zero = {} if self.rmsprop is None else {"squares": torch.zeros_like(q)}
+        return self.moved(target, {**zero, "q": q}, q, streams)
 
-    def gradient(self, target: Target, state: State, streams: Streams) -> tuple[Tensor, Tensor, State]:
-        """ĝ and G, both (k, d), and the state with new mean squares."""
-        n, q = target.examples.n, state["q"]
-        g = target.noisy_grad(q, streams.index(n, min(self.batch, n)))
+    def moved(self, target: Target, state: State, q: Tensor, streams: Streams) -> State:
+        """The state at q (k, d), where ĝ and log π are estimated by a batch of each chain's own."""
+        n = target.examples.n
+        value, g = target.noisy_value_and_grad(q, streams.index(n, min(self.batch, n)))
+        state = {**state, "q": q, "log_density": value, "gradient": g}
         if self.rmsprop is None:
-            return g, torch.ones_like(q), state
-        squares = self.rmsprop * state["squares"] + (1 - self.rmsprop) * (g / n).square()
-        return g, 1 / (FLOOR + squares.sqrt()), {**state, "squares": squares}
+            return state
+        return {**state, "squares": self.rmsprop * state["squares"] + (1 - self.rmsprop) * (g / n).square()}
+
+    def metric(self, state: State) -> Tensor:
+        """G, (k, d)."""
+        return torch.ones_like(state["q"]) if self.rmsprop is None else 1 / (FLOOR + state["squares"].sqrt())
 
     def at(self, stage: Stage) -> tuple[float, float]:
         """ε of this step, and the temperature of its noise: 0 while a cycle searches."""

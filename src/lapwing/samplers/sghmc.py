@@ -43,17 +43,16 @@ class Sghmc:
         """With what was added to it."""
         return "".join(("cyclical " * self.by.cyclical, "preconditioned " * (self.by.rmsprop is not None), "sghmc"))
 
-    def begin(self, target: Target, q: Tensor) -> State:
+    def begin(self, target: Target, q: Tensor, streams: Streams) -> State:
         """The chains' places, at rest."""
-        return {**self.by.begin(q), "velocity": torch.zeros_like(q)}
+        return {**self.by.begin(target, q, streams), "velocity": torch.zeros_like(q)}
 
     def step(self, target: Target, state: State, streams: Streams, stage: Stage) -> tuple[State, State]:
         """A step of every chain."""
-        (eps, warm), a = self.by.at(stage), self.friction
-        g, metric, state = self.by.gradient(target, state, streams)
-        noise = (warm * a * eps * metric).sqrt() * streams.normal(g.shape[1])
-        u = (1 - a) * state["velocity"] + 0.5 * eps * metric * g + noise
-        return {**state, "velocity": u, "q": state["q"] + u}, {}
+        (eps, warm), metric, q, a = self.by.at(stage), self.by.metric(state), state["q"], self.friction
+        noise = (warm * a * eps * metric).sqrt() * streams.normal(q.shape[1])
+        u = (1 - a) * state["velocity"] + 0.5 * eps * metric * state["gradient"] + noise
+        return self.by.moved(target, {**state, "velocity": u}, q + u, streams), {}
 
 
 def sghmc(

@@ -35,16 +35,15 @@ class Sgld:
         """With what was added to it."""
         return "".join(("cyclical " * self.by.cyclical, "preconditioned " * (self.by.rmsprop is not None), "sgld"))
 
-    def begin(self, target: Target, q: Tensor) -> State:
+    def begin(self, target: Target, q: Tensor, streams: Streams) -> State:
         """The chains' places."""
-        return self.by.begin(q)
+        return self.by.begin(target, q, streams)
 
     def step(self, target: Target, state: State, streams: Streams, stage: Stage) -> tuple[State, State]:
         """A step of every chain."""
-        eps, warm = self.by.at(stage)
-        g, metric, state = self.by.gradient(target, state, streams)
-        noise = (warm * eps * metric).sqrt() * streams.normal(g.shape[1])
-        return {**state, "q": state["q"] + 0.5 * eps * metric * g + noise}, {}
+        (eps, warm), metric, q = self.by.at(stage), self.by.metric(state), state["q"]
+        noise = (warm * eps * metric).sqrt() * streams.normal(q.shape[1])
+        return self.by.moved(target, state, q + 0.5 * eps * metric * state["gradient"] + noise, streams), {}
 
 
 def sgld(

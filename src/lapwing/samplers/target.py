@@ -106,10 +106,11 @@ class Target:
         value, slope = self._summed(q, slopes=True)
         return value, slope
 
-    def noisy_grad(self, q: Tensor, index: Tensor) -> Tensor:
-        """∇ log π estimated by the examples index (k, b) of each chain, times n/b: (k, d)."""
+    def noisy_value_and_grad(self, q: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """log π and ∇ log π estimated by the examples index (k, b) of each chain, times n/b: (k,) and (k, d)."""
         x, y = self.examples.some(index)
-        return self.routes(q, x, y, (1.0, self.examples.n / index.shape[1]), own=True, slopes=True)[1]
+        value, slope = self.routes(q, x, y, (1.0, self.examples.n / index.shape[1]), own=True, slopes=True)
+        return value, slope
 
     def _summed(self, q: Tensor, slopes: bool) -> list[Tensor]:
         batches = self.examples.batches

@@ -1,11 +1,13 @@
 """The one loop of every sampler: warm-up, draws, chains that diverge, progress, checkpoints.
 
-    state = kernel.begin(target, q)                             all that changes; its "q" (k, d): the chains' places
+    state = kernel.begin(target, q, streams)                    all that changes: "q" (k, d), the chains' places, and
+                                                                "log_density" (k,), log π there or an estimate of it
     state, told = kernel.step(target, state, streams, stage)    one transition; told {name: (k,)} of each chain
 
-A walk is warm-up and then draws, or `cycles` of both in turn. A chain whose place is no longer finite has diverged: it
-stops, is named, and keeps the draws that it has. Ranks walk a share of the chains each: seeds are a chain's own, the
-warm-up learns from all of them, and their draws are gathered. Shapes: k chains, d coordinates, s draws in all.
+A walk is warm-up and then draws, or `cycles` of both in turn. A chain has diverged where its place is not finite, or
+log π there is under that of its start by more than LOST (d + n/T): draws of a posterior are under its mode by d/2 on
+average. It stops, is named, and keeps the draws that it has. Ranks walk a share of the chains each: seeds are a chain's
+own, the warm-up learns from all of them, and their draws are gathered. Shapes: k chains, d coordinates, s draws in all.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from lapwing.samplers.streams import Streams
 from lapwing.samplers.target import Target
 from lapwing.shell import Fitted
 
+LOST = 1000.0  # nats for each coordinate and example: what a step would leave that spreads chains 45 times too wide
 SAME = "Call with the same network, data and arguments on every rank, and with generators in the same state"
 
 
@@ -43,7 +46,7 @@ class TransitionKernel(Protocol):
 
     discrete: ClassVar[bool]  # whether it can move weights that have no gradient
 
-    def begin(self, target: Target, q: Tensor) -> State:
+    def begin(self, target: Target, q: Tensor, streams: Streams) -> State:
         """All that changes in a walk, at its start q (k, d)."""
 
     def step(self, target: Target, state: State, streams: Streams, stage: Stage) -> tuple[State, State]:
@@ -150,6 +153,7 @@ class Walk:
     streams: Streams
     journal: WalkJournal | None
     state: State = field(default_factory=dict)
+    origin: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))  # (k,) log π at the start
     alive: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # (k,) chains that go on
     lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # (k,) draws of each
     kept: list[Tensor] = field(default_factory=list)  # (k, d) for each draw
@@ -161,8 +165,8 @@ class Walk:
         self._begin(q)
         for t in self._steps(progress):
             state, told = self.kernel.step(self.target, self.state, self.streams, self.plan.stage(t))
-            fine = torch.isfinite(state["q"]).all(1) & self.alive
-            self._name_diverged(t, self.alive & ~fine)
+            fine = torch.isfinite(state["q"]).all(1) & (state["log_density"] >= self._floor()) & self.alive
+            self._name_diverged(t, self.alive & ~fine, state["log_density"])
             self.alive, self.state = fine, {**state, "q": torch.where(fine.unsqueeze(1), state["q"], self.state["q"])}
             if self.plan.keeps(t):
                 self.kept.append(self.state["q"])
@@ -186,7 +190,12 @@ class Walk:
                 f"chain {self._number(bad)} starts where log p(D, θ) is {float(value[bad])}; give start= weights at "
                 "which it is finite, and check inputs and targets"
             )
-        self.state = self.kernel.begin(self.target, q)
+        self.origin, self.state = value, self.kernel.begin(self.target, q, self.streams)
+
+    def _floor(self) -> Tensor:
+        """What log π of a chain may fall to, (k,)."""
+        target = self.target
+        return self.origin - LOST * (self.state["q"].shape[1] + target.examples.n / target.temperature)
 
     def _steps(self, progress: bool) -> Iterator[int]:
         steps = range(self.first, self.plan.steps)
@@ -202,12 +211,12 @@ class Walk:
         for name, value in told.items():
             self.told.setdefault(name, []).append(value)
 
-    def _name_diverged(self, t: int, which: Tensor) -> None:
+    def _name_diverged(self, t: int, which: Tensor, log_density: Tensor) -> None:
         for chain in which.nonzero().flatten().tolist():
             warn(
                 f"chain {self._number(chain)} of {self.kernel.name} diverged in step {t + 1} of {self.plan.steps}: its "
-                f"weights are not finite; it is stopped, and its {int(self.lengths[chain])} draws so far are kept; "
-                "take a smaller step",
+                f"log density went from {float(self.origin[chain]):.4g} to {float(log_density[chain]):.4g}; it is "
+                f"stopped, and its {int(self.lengths[chain])} draws so far are kept; take a smaller step",
             )
 
     def fitted(self) -> Fitted:
@@ -222,7 +231,7 @@ class Walk:
         with torch.no_grad():
             weights, scales, values = self.target.named(torch.cat([one["q"] for one in found]))
         joint = self.target.joint
-        chains = Chains(joint.tangent, weights, None, tuple(n for n in lengths if n), told, {**scales, **values})
+        chains = Chains(joint.tangent, weights, None, lengths, told, {**scales, **values})
         likelihood = Several(joint.likelihood, values) if values else None
         cold = "" if self.target.temperature == 1 else f" at temperature {self.target.temperature:g}"
         return joint.fitted(chains, f"{self.kernel.name}{cold}", likelihood)

@@ -2,6 +2,7 @@
 
 classes      accuracy, NLL, ECE;   agreement, total variation ½ Σ_c |p_c − q_c|
 real values  RMSE, NLL, coverage of the 95 % interval;   total variation ½ Σ_b |P(y in b) − Q(y in b)| over 200 bins
+             of the reference Q and both tails: those of P may be of any width, one draw far out included
 both         joint log-likelihood of κ = 1 … 5 inputs; AUROC of unknown inputs, by the prediction's entropy or variance
 
 Sets of κ are drawn within pieces of 60 test inputs in the order given, since a covariance over all of them is (n c)².
@@ -25,7 +26,7 @@ from lapwing.truth.methods import Trial
 KAPPAS = (1, 2, 3, 4, 5)
 PIECE = 60  # test inputs that are predicted together: each κ divides it
 BINS = 200
-REACH = 6.0  # standard deviations that bins span beyond either prediction
+REACH = 6.0  # standard deviations of the reference that bins span on either side of its mean
 
 
 def scored(
@@ -74,9 +75,8 @@ def _of_values(pred: Prediction, truth: Prediction, y: Tensor) -> dict[str, floa
 
 
 def variation(p: Prediction, q: Prediction) -> float:
-    """½ Σ_b |P(b) − Q(b)| of each target over equal bins and both tails, mean over inputs and targets."""
-    low = torch.minimum(p.mean - REACH * p.std, q.mean - REACH * q.std).double()
-    high = torch.maximum(p.mean + REACH * p.std, q.mean + REACH * q.std).double()
+    """½ Σ_b |P(b) − Q(b)| of each target over equal bins of q and both tails, mean over inputs and targets."""
+    low, high = (q.mean - REACH * q.std).double(), (q.mean + REACH * q.std).double()
     last = torch.zeros_like(low)
     total, before = last, (last, last)
     for k in range(BINS + 1):
