@@ -8,8 +8,8 @@ the one of the least mean log10 regret is taken. Then it runs on Branin and Hart
 All methods start from the same Sobol points and then evaluate one point a step, 30 evaluations in all, of a function
 without noise. Both models maximize LogExpectedImprovement by `optimize_acqf` with the same restarts; the Gaussian
 process is SingleTaskGP as it comes, fitted by its marginal likelihood. The network is trained anew at every step.
-Writes studies/results/bayesian_optimization.jsonl, a line a run, which it goes on from, and the figure; it prints the
-tables of docs/studies/bayesian_optimization.md.
+Writes studies/results/bayesian_optimization.jsonl, a line a run, which it goes on from, and the figure and the tables
+of docs/studies/bayesian_optimization.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from lapwing.integrations.botorch import LaplaceModel
 
 ROOT = pathlib.Path(__file__).parents[1]
 JOURNAL = ROOT / "studies/results/bayesian_optimization.jsonl"
+PAGE = ROOT / "docs/studies/bayesian_optimization.md"
 FIGURE = ROOT / "docs/studies/figures" / "bayesian_optimization.png"
+NAMES = {"random": "random search", "gp": "SingleTaskGP"}
 SCORED = {"Branin": (Branin, {}), "Hartmann-3": (Hartmann, {"dim": 3})}
 OTHERS = {"Six-hump camel": (SixHumpCamel, {}), "Levy-3": (Levy, {"dim": 3})}
 SCORING, CHOOSING = range(10), range(100, 103)  # seeds
@@ -143,16 +145,31 @@ def regrets(name: str, method: str, seeds: range) -> np.ndarray:
     return np.array([found[name, method, seed]["regret"] for seed in seeds if (name, method, seed) in found])
 
 
-def table(functions: dict[str, Any], methods: list[str], seeds: range) -> None:
+def table(functions: dict[str, Any], methods: list[str], seeds: range) -> list[str]:
     """Mean log10 regret at the end, and paired differences with the Gaussian process and with random search."""
+    rows = [
+        "| function | method | mean | median | beside SingleTaskGP | beside random search |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
     for name in functions:
         ends = {method: _logs(regrets(name, method, seeds))[:, -1] for method in methods}
         for method, values in ends.items():
-            gaps = []
-            for other in ("gp", "random"):
-                gap = values - ends[other]
-                gaps.append(f"{gap.mean():+.2f} ± {gap.std(ddof=1) / len(gap) ** 0.5:.2f}")
-            print(f"| {name} | {method} | {values.mean():.2f} | {np.median(values):.2f} | {' | '.join(gaps)} |")
+            gaps = [_gap(values - ends[other]) if other != method else "–" for other in NAMES]
+            shown = f"{name} | {NAMES.get(method, method)} | {values.mean():.2f} | {np.median(values):.2f}"
+            rows.append(f"| {shown} | {' | '.join(gaps)} |")
+    return rows
+
+
+def _gap(gap: np.ndarray) -> str:
+    return f"{gap.mean():+.2f} ± {gap.std(ddof=1) / len(gap) ** 0.5:.2f}"
+
+
+def write(mark: str, rows: list[str]) -> None:
+    """The rows between their marks in the page."""
+    print("\n".join(rows), flush=True)
+    before, _, rest = PAGE.read_text().partition(f"<!-- {mark} -->\n")
+    after = rest.partition(f"<!-- end of {mark} -->\n")[2]
+    PAGE.write_text("\n".join([f"{before}<!-- {mark} -->", *rows, f"<!-- end of {mark} -->\n"]) + after)
 
 
 def figure(methods: list[str], seeds: range) -> None:
@@ -199,14 +216,14 @@ def main() -> None:
     torch.set_num_threads(1)
     if not options.table:
         collect(OTHERS, ["random", "gp", *CANDIDATES], CHOOSING)
-    table(OTHERS, ["random", "gp", *CANDIDATES], CHOOSING)
+    write("choice", table(OTHERS, ["random", "gp", *CANDIDATES], CHOOSING))
     print(f"chosen: {chosen()}", flush=True)
     if options.choose:
         return
     methods = ["random", "gp", chosen()]
     if not options.table:
         collect(SCORED, methods, SCORING)
-    table(SCORED, methods, SCORING)
+    write("scores", table(SCORED, methods, SCORING))
     figure(methods, SCORING)
     print(f"{sum(row['cpu_seconds'] for row in journal().values()):.0f} CPU seconds in the journal")
 

@@ -4,6 +4,7 @@
     python studies/sklearn_estimators.py --seeds 100 101 102  # any others: printed, and not written to the page
     python studies/sklearn_estimators.py --sets iris wine     # some of the sets
     python studies/sklearn_estimators.py --table              # the page again, from the record
+    python studies/sklearn_estimators.py --evidence           # of each depth, on seed 100: the page's last table
 
     lapwing        LaplaceClassifier(random_state=seed), LaplaceRegressor(random_state=seed)
     sklearn        StandardScaler and MLPClassifier or MLPRegressor, as they come: 200 passes over the data
@@ -40,6 +41,7 @@ from sklearn.preprocessing import StandardScaler
 
 from lapwing.errors import LapwingWarning
 from lapwing.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
+from lapwing.integrations.sklearn.networks import WIDTHS
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
@@ -134,6 +136,28 @@ def run(sets: list[str], seeds: list[int]) -> list[dict[str, Any]]:
     return [rows[key] for key in wanted]
 
 
+def evidences(seed: int) -> list[str]:
+    """Of classifiers of each depth: the evidence that ranks them, that of the network itself, and the test's NLL."""
+    rows = [line(("set", "network", "tangent model", "trained weights", "NLL")), "|---|---|--:|--:|--:|"]
+    for name in ("iris", "wine", "breast_cancer"):
+        X, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+        x, new, y, truth = train_test_split(X, y, test_size=0.2, random_state=seed, stratify=y)
+        for network in WIDTHS:
+            model = LaplaceClassifier(network, random_state=seed).fit(x, y)
+            nll = -np.log(model.predict_proba(new)[np.arange(len(truth)), truth]).mean()
+            found = f"{model.comparison_.best.log_evidence:.1f}", f"{model.log_evidence_:.1f}", f"{nll:.4f}"
+            rows.append(line((name, chosen(model), *found)))
+    return rows
+
+
+def write(mark: str, rows: list[str]) -> None:
+    """The rows between their marks in the page."""
+    print("\n".join(rows))
+    before, _, rest = PAGE.read_text().partition(f"<!-- {mark} -->\n")
+    after = rest.partition(f"<!-- end of {mark} -->\n")[2]
+    PAGE.write_text("\n".join([f"{before}<!-- {mark} -->", *rows, f"<!-- end of {mark} -->\n"]) + after)
+
+
 def paired(some: np.ndarray, other: np.ndarray) -> str:
     """Mean difference over splits and its standard error."""
     d = some - other
@@ -180,21 +204,21 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=(*CLASSES, *NUMBERS), default=(*CLASSES, *NUMBERS))
     parser.add_argument("--seeds", nargs="+", type=int, default=SCORED)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--evidence", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for kind in (LapwingWarning, ConvergenceWarning):
         warnings.simplefilter("ignore", kind)
+    if args.evidence:
+        return write("evidence", evidences(100))
     rows = json.loads(RESULTS.read_text())["rows"] if args.table else run(args.sets, args.seeds)
-    print("\n".join(tables(rows)))
     if tuple(args.seeds) != SCORED:
-        return
+        return print("\n".join(tables(rows)))
     if not args.table:
         record = {"date": datetime.date.today().isoformat(), "machine": machine()}
         record |= {"versions": versions("torch", "lapwing", "scikit-learn"), "rows": rows}
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-    before, _, rest = PAGE.read_text().partition("<!-- tables -->\n")
-    after = rest.partition("<!-- end of tables -->\n")[2]
-    PAGE.write_text(f"{before}<!-- tables -->\n" + "\n".join([*tables(rows), ""]) + f"<!-- end of tables -->\n{after}")
+    write("tables", tables(rows))
 
 
 if __name__ == "__main__":

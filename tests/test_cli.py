@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -239,6 +240,16 @@ def test_the_doctor_prints_its_report(folder: Path) -> None:
         "Lapwing doctor: Sequential, 26 parameters, 40 examples, categorical with 2 outputs"
     )
     assert "lw.laplace(model, data, 'categorical'" in result.stdout
+
+
+def test_the_doctors_commands_run(folder: Path) -> None:
+    words = ("--likelihood", "categorical", "--data", "train.npz", "--subset", "2.*", "--memory-budget", "1e9")
+    found = json.loads(run("doctor", *NET, *words, "--json").stdout)
+    for command in found["commands"]:
+        assert found["options"]["structure"].strip("'") in command or " tune " in command
+        run(*shlex.split(command)[1:])
+    assert run("doctor", *NET, *words).stdout.endswith("".join(f"  {one}\n" for one in found["commands"]))
+    assert lw.load("net.tuned", model()).tuning is not None
 
 
 def test_the_doctors_finding_is_exit_code_1(folder: Path) -> None:

@@ -119,11 +119,19 @@ def test_two_batches_in_a_list_are_two_batches() -> None:
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
-def test_a_mapping_has_its_targets_under_labels(kind: Any) -> None:
+@pytest.mark.parametrize("name", ["labels", "label"])
+def test_a_mapping_has_its_targets_under_labels(kind: Any, name: str) -> None:
     x, y = pair(2)
-    inputs, targets = split(kind({"ids": x, "mask": y, "labels": y}))
+    inputs, targets = split(kind({"ids": x, "mask": y, name: y}))
     assert set(inputs) == {"ids", "mask"}
     assert inputs["ids"] is x
+    assert targets is y
+
+
+def test_labels_are_the_targets_where_a_label_stands_beside_them() -> None:
+    x, y = pair(2)
+    inputs, targets = split({"label": x, "labels": y})
+    assert set(inputs) == {"label"}
     assert targets is y
 
 
@@ -243,7 +251,7 @@ def test_batches_that_are_no_pair_are_refused() -> None:
         (x, "got Tensor"),
         ((x, y, y), "tuple of length 3"),
         ([x], "list of length 1"),
-        ({"x": x, "y": y}, "mapping with 'labels'; got dict"),
+        ({"x": x, "y": y}, r"mapping with 'labels' or 'label'; got dict with \['x', 'y'\]"),
     ]
     for batch, text in cases:
         with pytest.raises(InvalidValue, match=text):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,27 +109,58 @@ class Pooled(nn.Module):
         return self.head(torch.tanh(self.each(x)).mean(1))
 
 
-@FULL
-@pytest.mark.parametrize("structure", ["kron", "full"])
-def test_positions_are_served_by_the_last_layer_alone(structure: str) -> None:
+def strided() -> nn.Module:
+    body = nn.Conv2d(2, 4, 3, 2, 1, groups=2), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*body, nn.Flatten(), nn.Linear(8, 3))
+
+
+def circular() -> nn.Module:
+    body = nn.Conv2d(2, 3, 2, padding="same", padding_mode="circular"), nn.GELU(), nn.GroupNorm(3, 3)
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3))
+
+
+def transposed() -> nn.Module:
+    body = nn.ConvTranspose1d(2, 4, 3, 2, 1, 1, groups=2, bias=False), nn.Tanh(), nn.Conv1d(4, 2, 3, dilation=2)
+    return nn.Sequential(*body, nn.LayerNorm([2, 6]), nn.Flatten(), nn.Linear(12, 3))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "positions": (Pooled, (2, 5)),
+    "strided": (strided, (2, 6, 8)),
+    "circular": (circular, (2, 3, 4)),
+    "transposed": (transposed, (2, 5)),
+}
+
+
+def network_fit(name: str, **options: Any) -> tuple[lw.Laplace, tuple[int, ...]]:
     torch.manual_seed(0)
-    model, data, x = Pooled().double(), (normal(20, 2, 5), normal(20, 3)), normal(6, 2, 5, seed=2)
-    la = lw.laplace(model, data, "gaussian", structure=structure, subset="last_layer")
-    close(export.module(la, x[:4])(x)[1], la.predict(x).f_var)
-    with pytest.raises(Unsupported, match=r"takes the number of examples, 3, .* use subset='last_layer'"):
-        export.module(lw.laplace(model, data, "gaussian", structure="kron"), x[:4])
+    make, shape = NETWORKS[name]
+    return lw.laplace(make().double().eval(), (normal(12, *shape), normal(12, 3)), "gaussian", **options), shape
+
+
+@pytest.mark.parametrize("structure", ["kron", *(pytest.param(s, marks=FULL) for s in ("diag", "block", "full"))])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_layers_that_positions_share_are_served(name: str, structure: str) -> None:
+    la, shape = network_fit(name, structure=structure)
+    served = export.module(la, normal(4, *shape))
+    for n in (1, 5):
+        x = normal(n, *shape, seed=n)
+        close(served(x)[1], la.predict(x).f_var)
+
+
+@pytest.mark.parametrize("name", ["strided", *(pytest.param(name, marks=FULL) for name in ("positions", "circular"))])
+def test_torch_export_takes_them(name: str) -> None:
+    la, shape = network_fit(name, structure="kron")
+    x = normal(5, *shape, seed=2)
+    program = torch.export.export(export.module(la, x[:3]), (x[:3],), dynamic_shapes=ANY)
+    close(program.module()(x)[1], la.predict(x).f_var)
 
 
 def test_a_network_of_any_kind_is_served_by_its_last_layer() -> None:
-    torch.manual_seed(0)
-    body = nn.Conv2d(2, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
-    model = nn.Sequential(*body, nn.Linear(8, 3)).double().eval()
-    options: dict[str, Any] = {"structure": "full", "subset": "last_layer"}
-    la, x = lw.laplace(model, (normal(12, 2, 6, 8), normal(12, 3)), "gaussian", **options), normal(5, 2, 6, 8, seed=2)
+    la, shape = network_fit("strided", structure="full", subset="last_layer")
+    x = normal(5, *shape, seed=2)
     program = torch.export.export(export.module(la, x[:3]), (x[:3],), dynamic_shapes=ANY)
     close(program.module()(x)[1], la.predict(x).f_var)
-    with pytest.raises(Unsupported, match=r"0 is not served \(it is no linear layer\); use subset='last_layer'"):
-        export.module(lw.laplace(model, la.data, "gaussian", structure="kron"), x)
 
 
 @pytest.mark.parametrize("name", ["full, last layer", pytest.param("kron", marks=FULL)])
@@ -145,26 +177,39 @@ def test_torch_export_takes_it_and_a_file_gives_it_back(name: str) -> None:
         close(found, wanted)
 
 
-@FULL
-@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
-@pytest.mark.parametrize("name", ["kron", "kron, last layer", "full, last layer"])
-def test_onnx_gives_the_same_at_another_number_of_examples(name: str, likelihood: str) -> None:
+def by_onnx(served: nn.Module, x: Tensor, more: Tensor) -> list[Tensor]:
+    """What ONNX's runtime gives at more, for a module that was exported at x."""
     runtime = pytest.importorskip("onnxruntime", reason="needs ONNX: pip install 'lapwing[onnx]'")
     pytest.importorskip("onnxscript", reason="needs ONNX: pip install 'lapwing[onnx]'")
-    single = nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-    y = integers(3, 20) if likelihood == "categorical" else normal(20, 3).float()
-    la = lw.laplace(single, (normal(20, 5).float(), y), likelihood, **STRUCTURES[name])
-    x, more = normal(4, 5).float(), normal(9, 5, seed=3).float()
-    served = export.module(la, x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         program = torch.onnx.export(served, (x,), dynamo=True, dynamic_shapes=ANY, verbose=False)
     file = io.BytesIO()
     program.save(file)
     session = runtime.InferenceSession(file.getvalue())
-    found = session.run(None, {session.get_inputs()[0].name: more.numpy()})
-    for one, wanted in zip(found, expected(la, more), strict=True):
-        assert_close(torch.from_numpy(one), wanted, rtol=1e-5, atol=1e-6)
+    return [torch.from_numpy(one) for one in session.run(None, {session.get_inputs()[0].name: more.numpy()})]
+
+
+@FULL
+@pytest.mark.parametrize("name", ["strided", "positions", "circular"])
+def test_onnx_has_layers_that_positions_share(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    la = lw.laplace(make().eval(), (normal(12, *shape).float(), normal(12, 3).float()), "gaussian", structure="kron")
+    x, more = normal(4, *shape).float(), normal(9, *shape, seed=3).float()
+    assert_close(by_onnx(export.module(la, x), x, more)[1], la.predict(more).f_var, rtol=1e-4, atol=1e-6)
+
+
+@FULL
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+@pytest.mark.parametrize("name", ["kron", "kron, last layer", "full, last layer"])
+def test_onnx_gives_the_same_at_another_number_of_examples(name: str, likelihood: str) -> None:
+    single = nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    y = integers(3, 20) if likelihood == "categorical" else normal(20, 3).float()
+    la = lw.laplace(single, (normal(20, 5).float(), y), likelihood, **STRUCTURES[name])
+    x, more = normal(4, 5).float(), normal(9, 5, seed=3).float()
+    for one, wanted in zip(by_onnx(export.module(la, x), x, more), expected(la, more), strict=True):
+        assert_close(one, wanted, rtol=1e-5, atol=1e-6)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -190,6 +235,10 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
     scaled = nn.Sequential(Scaled(), mlp()).double()
     with pytest.raises(Unsupported, match=r"0\.scale is not served \(Scaled has no rule for it"):
         export.module(fitted("gaussian", scaled), x)
+    tokens = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, 3)).double()
+    la = lw.laplace(tokens, (integers(6, 20, 2), normal(20, 3)), "gaussian", structure="kron")
+    with pytest.raises(Unsupported, match=r"0 is not served \(inputs of Embedding are numbers of rows\); use subset="):
+        export.module(la, integers(6, 4, 2))
     places = nn.Sequential(nn.Linear(5, 6), nn.Unflatten(1, (2, 3))).double()
     la = lw.laplace(places, (normal(20, 5), normal(20, 2, 3)), "gaussian", structure="kron")
     with pytest.raises(Unsupported, match="pick some with forward="):

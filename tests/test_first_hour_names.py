@@ -43,6 +43,15 @@ MEANT: dict[str, tuple[Callable[[], Any], str]] = {
     "loss": (lambda: fit(nn.CrossEntropyLoss()), "CrossEntropyLoss has the likelihood 'categorical', or the task"),
     "loss class": (lambda: fit(nn.MSELoss), "trained on MSELoss has the likelihood 'gaussian'"),
     "loss function": (lambda: fit(F.binary_cross_entropy_with_logits), "has the likelihood 'bernoulli'"),
+    "loss in quotes": (lambda: fit("mse_loss"), "a network trained on mse_loss has the likelihood 'gaussian'"),
+    "inputs and targets": (
+        lambda: lw.laplace(Named().double(), normal(12, 3), normal(12, 2), "gaussian"),  # type: ignore[call-overload]
+        r"takes model, data, likelihood by their places, got 4 arguments; inputs and targets are one argument",
+    ),
+    "targets for a likelihood": (
+        lambda: lw.laplace(Named().double(), normal(12, 3), normal(12, 2)),  # type: ignore[arg-type]
+        r"got an array, Tensor; inputs and targets are one argument, \(X, y\)",
+    ),
     "class": (lambda: fit(lw.likelihoods.Gaussian), r"give an object of that class: Gaussian\(\)"),
     "structure": (lambda: fit(structure="kronn"), "did you mean 'kron'"),
     "factor": (lambda: fit(factor="exct"), "did you mean 'exact'"),

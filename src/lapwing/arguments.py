@@ -91,15 +91,18 @@ def as_likelihood(likelihood: Any) -> likelihoods.Likelihood:
             f"{likelihood!r} is a task of lw.laplace and lw.doctor; name a likelihood here: 'gaussian', 'categorical' "
             "or another"
         )
+    found = f"an array, {type(likelihood).__name__}" if given.is_array(likelihood) else repr(likelihood)
     raise InvalidValue(
-        f"likelihood must be one of {[*TASKS, *LIKELIHOODS]} or an object, got {likelihood!r}{_meant(likelihood)}"
+        f"likelihood must be one of {[*TASKS, *LIKELIHOODS]} or an object, got {found}{_meant(likelihood)}"
     )
 
 
 def _meant(likelihood: Any) -> str:
     """The likelihood that a word, a loss or a class seems to mean."""
+    if given.is_array(likelihood):
+        return "; inputs and targets are one argument, (X, y), and the likelihood comes after it"
     named = likelihood if isinstance(likelihood, type) or callable(likelihood) else type(likelihood)
-    name = getattr(named, "__name__", type(likelihood).__name__)
+    name = likelihood if isinstance(likelihood, str) else getattr(named, "__name__", type(likelihood).__name__)
     if name in LOSSES:
         task = {"categorical": ", or the task 'classification'", "gaussian": ", or the task 'regression'"}
         return f"; a network trained on {name} has the likelihood {LOSSES[name]!r}{task.get(LOSSES[name], '')}"

@@ -1,10 +1,10 @@
 """Data as batches of (inputs, targets): what a user hands over, checked and made iterable.
 
 `as_batches` takes a DataLoader (or any re-iterable of batches), a Dataset, or a pair (X, y) of trees of tensors.
-A batch is (inputs, targets), inputs any tree that the model takes; or a mapping with its targets under "labels", which
-the model is never given. Mappings of any class reach it as dicts. Arrays, frames and lists of numbers become tensors of
-the same dtype. Tensors and mappings, lists and tuples of them are moved to the model's device; objects of other classes
-are handed on as they are.
+A batch is (inputs, targets), inputs any tree that the model takes; or a mapping with its targets under "labels" or
+"label", which the model is never given. Mappings of any class reach it as dicts. Arrays, frames and lists of numbers
+become tensors of the same dtype. Tensors and mappings, lists and tuples of them are moved to the model's device;
+objects of other classes are handed on as they are.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def ranks_of(batches: Any) -> Ranks:
 
 
 def as_batches(data: Any, sharded: bool = False) -> Iterable[Any]:
-    """Make batches from a DataLoader, a Dataset, a pair (X, y), a mapping with "labels", or any re-iterable of batches.
+    """Make batches from a DataLoader, a Dataset, a pair (X, y), a mapping with targets, or any re-iterable of batches.
 
     A pair is a tuple whose X may be any tree of tensors; a list is a list of batches, unless it holds two tensors.
     sharded: whether the caller can read data of which this process holds a Shard.
@@ -80,7 +80,7 @@ def as_batches(data: Any, sharded: bool = False) -> Iterable[Any]:
         batches = as_batches(data.batches)
         _check_sampler(batches)
         return Shard(batches, data.ranks)
-    if isinstance(data, Mapping) and "labels" in data:
+    if target_name(data) is not None:
         data = split(data)
     two = isinstance(data, (tuple, list)) and len(data) == 2
     if two and (isinstance(data, tuple) or given.is_array(data[0])):
@@ -104,8 +104,8 @@ def as_batches(data: Any, sharded: bool = False) -> Iterable[Any]:
     if isinstance(data, Iterable) and not given.is_array(data) and not isinstance(data, (str, Mapping)):
         return data
     raise InvalidValue(
-        "data must be a DataLoader, a Dataset, a list of batches, a pair (X, y) or a mapping with 'labels'; got "
-        f"{type(data).__name__}"
+        "data must be a DataLoader, a Dataset, a list of batches, a pair (X, y) or a mapping with 'labels' or 'label'; "
+        f"got {_described(data)}"
     )
 
 
@@ -211,18 +211,29 @@ def split(batch: Any) -> tuple[Any, Any]:
     """Cut a batch into inputs and targets."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return as_tensors(batch[0]), as_tensors(batch[1])
-    if isinstance(batch, Mapping) and "labels" in batch:
-        return as_tensors(inputs_of(batch)), as_tensors(batch["labels"])
+    name = target_name(batch)
+    if name is not None:
+        return as_tensors(inputs_of(batch)), as_tensors(batch[name])
     raise InvalidValue(
-        f"a batch must be (inputs, targets) or a mapping with 'labels'; got {type(batch).__name__}"
-        + (f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        f"a batch must be (inputs, targets) or a mapping with 'labels' or 'label'; got {_described(batch)}"
     )
 
 
+def target_name(batch: Any) -> str | None:
+    """Under which name a mapping holds its targets, if it does: "labels" where it has both."""
+    return next((name for name in ("labels", "label") if name in batch), None) if isinstance(batch, Mapping) else None
+
+
+def _described(data: Any) -> str:
+    has = f" with {[*data]}" if isinstance(data, Mapping) else ""
+    return type(data).__name__ + (f" of length {len(data)}" if isinstance(data, (tuple, list)) else has)
+
+
 def inputs_of(batch: Any) -> Any:
-    """What the model is given of inputs: all of it, but for the targets that a mapping may hold under "labels"."""
+    """What the model is given of inputs: all of it, but for the targets that a mapping may hold."""
     if isinstance(batch, Mapping):
-        return {key: value for key, value in batch.items() if key != "labels"}
+        targets = target_name(batch)
+        return {key: value for key, value in batch.items() if key != targets}
     return batch
 
 
@@ -268,7 +279,7 @@ def raw_pass(batches: Iterable[Any], progress: bool, label: str, seed: int | Non
 
 
 def network_inputs(x: Any, device: torch.device) -> Any:
-    """Inputs as users give them, as tensors on a device, without targets that a mapping may hold under "labels"."""
+    """Inputs as users give them, as tensors on a device, without targets that a mapping may hold."""
     return tree.moved(as_tensors(inputs_of(x)), device)
 
 

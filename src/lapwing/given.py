@@ -127,14 +127,21 @@ def near(word: Any, known: Iterable[str]) -> str:
 
 
 def keywords(elsewhere: Mapping[str, str]) -> Callable[[F], F]:
-    """A decorator: a keyword that a function does not take is an error that names the one that is meant. elsewhere:
-    what other libraries call things, and what to say here."""
+    """A decorator: a keyword that a function does not take is an error that names the one that is meant, and so are
+    arguments that are too many. elsewhere: what other libraries call things, and what to say here."""
 
     def decorate(function: F) -> F:
         known = inspect.signature(function).parameters
+        placed = [name for name, one in known.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > len(placed):
+                pair = "; inputs and targets are one argument, (X, y)" if "data" in placed else ""
+                names = ", ".join(placed)
+                raise Unsupported(
+                    f"{function.__name__}() takes {names} by their places, got {len(args)} arguments{pair}"
+                )
             for name in kwargs.keys() - known.keys():
                 hint = f"; use {elsewhere[name]}" if name in elsewhere else near(name, known)
                 raise Unsupported(f"{function.__name__}() takes no {name}={hint}")

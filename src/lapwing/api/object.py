@@ -226,7 +226,7 @@ class Laplace(Judged):
         """Predict with error bars.
 
         x: inputs as in the data, or a loader or dataset of them, whose targets are left out, as are those that a
-        mapping holds under "labels". Inputs that require grad have gradients. progress: a bar over batches.
+        mapping holds. Inputs that require grad have gradients. progress: a bar over batches.
         link: "auto", "probit", "probit_centered", "mean_field", "bridge", "bridge_norm" or "monte_carlo".
         joint: the covariance over all inputs together.
         mean: what predictions are about. "auto" is that of la.calibration, and the default of a task; "network" is the

@@ -3,8 +3,10 @@ out. A file is written at the end, whole or not at all."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,7 +55,10 @@ def doctor(
     report = lw.doctor(
         model, examples, likelihood, structure=structure, subset=_subset(subset), memory_budget=memory_budget
     )
-    ctx.obj.figures({"ok": report.ok, **asdict(report)}, as_json, str(report))
+    given = [factory, *_words(weights=weights, data=data, inputs=inputs, target=target)]
+    commands = _commands(report.options, given) if report.ok else []
+    told = [str(report), *(["", "On the command line"] if commands else []), *(f"  {one}" for one in commands)]
+    ctx.obj.figures({"ok": report.ok, **asdict(report), "commands": commands}, as_json, "\n".join(told))
     if not report.ok:
         raise typer.Exit(FINDING)
 
@@ -173,6 +178,21 @@ def _figures(la: lw.Laplace) -> dict[str, Any]:
         "temperature": la.temperature,
         "tuning": None if la.tuning is None else asdict(la.tuning),
     }
+
+
+def _commands(options: Mapping[str, str], given: list[str]) -> list[str]:
+    """What fits and tunes as the doctor recommends it."""
+    chosen = {name: ast.literal_eval(value) for name, value in options.items()}
+    fit = ["lapwing", "fit", *given, *_words(**chosen), "--out", "net.fit"]
+    return [shlex.join(fit), shlex.join(["lapwing", "tune", *given, "--fit", "net.fit", "--out", "net.tuned"])]
+
+
+def _words(**options: Any) -> list[str]:
+    """Options as words: the name before each of its values."""
+    each = {name: value if isinstance(value, list) else [value] for name, value in options.items() if value is not None}
+    return [
+        word for name, values in each.items() for one in values for word in (f"--{name.replace('_', '-')}", str(one))
+    ]
 
 
 def _subset(names: list[str] | None) -> Any:

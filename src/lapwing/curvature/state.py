@@ -33,16 +33,16 @@ M = TypeVar("M")
 
 @dataclass(eq=False)
 class Memo:
-    """What follows from a state, made on demand and once; each thing has a name and an owner, who alone writes it."""
+    """What follows from a state, made on demand and once; each thing has a name and an owner, who alone writes it. A
+    pickle or a copy has none of it, and makes it again."""
 
     own: Any = None  # the structure's, in a class of its own: State.factorizations
     scatter: tuple[Grouping, Tensor] | None = None  # ‖θ_g − m_g‖² of the last prior's groups, (g,): evidence.py
     jacobian: Any = None  # J over the data, where its rows fit the memory budget: api.py
     said_dropped: bool = False  # whether a warning has named the weights that a g-prior drops: posterior.py
 
-    def clear(self) -> None:
-        """Forget all of it: what is asked for is made again."""
-        vars(self).update(vars(Memo()))
+    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
+        return Memo, ()
 
 
 @dataclass(frozen=True, eq=False)

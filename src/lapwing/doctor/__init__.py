@@ -171,12 +171,12 @@ class _Visit:
     # -- the report -----------------------------------------------------------------------------------------------
 
     def report(self, likelihood: str | None) -> Report:
-        call, treatment = "", {n: "frozen" for n, p in self.model.named_parameters() if not p.requires_grad}
+        options, treatment = {}, {n: "frozen" for n, p in self.model.named_parameters() if not p.requires_grad}
         if self.plan is not None:
             treatment = self.plan.treatment
             self._say_memory(self.plan)
             if not self.failed():
-                call = self._call(self.plan, likelihood)
+                options = self._options(self.plan, likelihood)
         parameters = {n: treatment.get(n, "not examined") for n, _ in self.model.named_parameters()}
         for name, others in tied(self.model).items():
             parameters[name] += f" (also {', '.join(others)})"
@@ -186,7 +186,8 @@ class _Visit:
             plan=self.plan.costs if self.plan else {},
             parameters=parameters,
             shapes={n: tuple(p.shape) for n, p in self.model.named_parameters() if not nn.parameter.is_lazy(p)},
-            recommendation=call,
+            recommendation=_call(options),
+            options=options,
             limit=self.limit,
             epoch=self.plan.epoch if self.plan else float("nan"),
         )
@@ -203,22 +204,22 @@ class _Visit:
             found = f"{', '.join(large)} would not fit {size(self.limit)}; {plan.choice} does"
             self.findings.append(ok(f"memory: {found}"))
 
-    def _call(self, plan: Outlook, likelihood: str | None) -> str:
+    def _options(self, plan: Outlook, likelihood: str | None) -> dict[str, str]:
+        """The arguments of the recommended call, as Python: {name: value}."""
         likelihood = "classification" if self.fitted else likelihood  # softmax says nothing there
-        arguments = ["model", "data", repr(likelihood) if likelihood else "likelihood"]
+        options = {"likelihood": repr(likelihood) if likelihood else "likelihood"}
         if plan.choice == LAST:
-            arguments.append(f"subset={LAST!r}")
+            options["subset"] = repr(LAST)
         elif not (isinstance(self.subset, str) and self.subset == "all"):
             plain = isinstance(self.subset, (str, list)) and len(repr(self.subset)) < 80
-            arguments.append(f"subset={self.subset!r}" if plain else "subset=subset")
+            options["subset"] = repr(self.subset) if plain else "subset"
         if not self.fitted:
-            named = isinstance(plan.structure, str)
-            arguments.append(f"structure={plan.structure!r}" if named else "structure=structure")
+            options["structure"] = repr(plan.structure) if isinstance(plan.structure, str) else "structure"
         if self.forward is not None:
-            arguments.append("forward=forward")
+            options["forward"] = "forward"
         if self.budget is not None:
-            arguments.append(f"memory_budget={plan.working}")
-        return f"lw.laplace({', '.join(arguments)}).tuned()"
+            options["memory_budget"] = str(plan.working)
+        return options
 
     def _title(self) -> str:
         parts = [f"Lapwing doctor: {type(self.model).__name__}"]
@@ -231,6 +232,12 @@ class _Visit:
         c = self.outputs[0].shape[-1] if self.outputs else 0
         parts.append(self.likelihood.name + (f" with {c} output{'s' if c > 1 else ''}" if c else ""))
         return ", ".join(parts)
+
+
+def _call(options: dict[str, str]) -> str:
+    """The call that has these arguments; none, if there are none."""
+    named = [value if name == "likelihood" else f"{name}={value}" for name, value in options.items()]
+    return f"lw.laplace({', '.join(['model', 'data', *named])}).tuned()" if named else ""
 
 
 def _dtype_hint(model: nn.Module, x: Any) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import html
 import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from lapwing.doctor.tangent import PASSES, SEEN
@@ -73,6 +73,7 @@ class Report:
     parameters: dict[str, str]  # parameter -> treatment under the recommended structure
     shapes: dict[str, tuple[int, ...]]
     recommendation: str  # a call that runs where lw, model, data (and what was passed by name) are; "" if none does
+    options: Mapping[str, str] = field(default_factory=dict)  # the arguments of that call by name, as Python
     limit: int = 0  # bytes that the plan was held against
     epoch: float = math.nan  # seconds of one gradient epoch here
 

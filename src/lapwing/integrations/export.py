@@ -3,12 +3,12 @@
 
     served = module(la, example);   mean, f_var = served(x)
 
-Each layer adds J_l Σ_l J_lᵀ, from its inputs a and its output gradients g of all outputs, which one reverse pass gives:
+Each layer adds J_l Σ_l J_lᵀ, from its inputs a and its output gradients g, which reverse passes give:
 
     kron, ekfac, diag    Σ_oi (Σ_s g̃_kso ã_si)(Σ_s g̃_lso ã_si) V_oi     in the basis U where Σ_l is diagonal, V (o, i)
     full, block          (Σ_s g ⊗ a) R Rᵀ (Σ_s g ⊗ a)ᵀ                   for a root R of the covariance of the weights
 
-The reverse pass is traced (`make_fx`), so that what is served has no autograd in it and any number of examples.
+Reverse passes are traced (`make_fx`), so that what is served has no autograd in it and any number of examples.
 Shapes: n examples, k, l of c outputs, s positions, o/i outputs and inputs of a layer, r columns of a root.
 """
 
@@ -28,15 +28,14 @@ from lapwing import given
 from lapwing.api import Laplace
 from lapwing.curvature import Part
 from lapwing.curvature.cover import cover
-from lapwing.curvature.rules import DenseInputs
+from lapwing.curvature.rules import DenseInputs, rule_for
 from lapwing.data import network_inputs
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.operators import Blocks, linalg
 from lapwing.outputs import WIDE
 from lapwing.predictive.link import CLOSED
-from lapwing.push.basis import in_basis
+from lapwing.push.basis import Diagonalized, in_basis
 
-_vjp: Any = torch.func.vjp  # its annotation leaves the three-value form out
 LARGEST = 4096  # weights that a root of their covariance is kept for: 64 MB in float32
 
 
@@ -106,16 +105,24 @@ class Served(nn.Module):
             f, inputs = self._run(shifts, x)
             gradients = {self.parts[0].name: _units(f)}
         else:
-            f, pull, inputs = _vjp(lambda e: self._run(e, x), shifts, has_aux=True)
-            pulled = [pull(u)[0] for u in _units(f)]  # vmap would fix n
-            gradients = {name: torch.stack([one[name] for one in pulled]) for name in shifts}
+            f, gradients, inputs = self._pulled(shifts, x)
         rows = {}
         for part in self.parts:
-            rows[part.name] = (
-                _inputs(part, inputs[part.name], n),
-                part.reader(self.network, n)(gradients[part.name]),
-            )
+            view = _inputs(part, self.network, inputs[part.name], n)
+            g = part.reader(self.network, n)(gradients[part.name])
+            rows[part.name] = view, g.contiguous()  # of a view, torch.export cannot tell that n may be any number
         return f, torch.stack([term(rows) for term in self.terms]).sum(0)
+
+    def _pulled(self, shifts: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """f, the output gradients of each layer (c, n, ...), and the layers' inputs. By autograd, one output at a time:
+        transforms of torch.func trace the number of examples as a number."""
+        with torch.enable_grad():
+            moved = {name: shift.requires_grad_() for name, shift in shifts.items()}
+            f, inputs = self._run(moved, x)
+            pulled = [torch.autograd.grad(f, list(moved.values()), u, retain_graph=True) for u in _units(f)]
+        gradients = [torch.stack(columns) for columns in zip(*pulled, strict=True)]
+        detached = {name: a.detach() for name, a in inputs.items()}
+        return f.detach(), dict(zip(moved, gradients, strict=True)), detached
 
     def _run(self, shifts: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """f where each layer's outputs are moved, and what the layers are called on."""
@@ -143,15 +150,10 @@ class Rotated(nn.Module):
     u_outputs: Tensor
     variance: Tensor
 
-    def __init__(self, part: Part, op: Any, like: Tensor) -> None:
+    def __init__(self, part: Part, basis: Diagonalized, like: Tensor) -> None:
         super().__init__()
         self.name = part.name
-        b, o, i = part.shape
-        a = torch.eye(i, dtype=torch.float64, device=like.device).reshape(i, 1, 1, i).expand(-1, -1, b, -1)
-        g = torch.eye(o, dtype=torch.float64, device=like.device).reshape(o, 1, 1, 1, o).expand(-1, -1, -1, b, -1)
-        found = in_basis(op, part, DenseInputs(a), g)
-        assert found is not None
-        view, turned, variance = found
+        view, turned, variance = basis
         self.register_buffer("u_inputs", view.a[:, 0].transpose(0, 1).to(like))  # (b, i, i)
         self.register_buffer("u_outputs", turned[:, 0, 0].transpose(0, 1).to(like))  # (b, o, o)
         self.register_buffer("variance", variance.to(like))  # (b, o, i)
@@ -159,7 +161,8 @@ class Rotated(nn.Module):
     def forward(self, rows: Rows) -> Tensor:
         """(n, c, c)."""
         view, g = rows[self.name]
-        turned = torch.einsum("knsbo,boq->knsbq", g, self.u_outputs)
+        alone = self.u_outputs.shape[-1] == 1  # a basis of ±1, which is 1 in products
+        turned = g if alone else torch.einsum("knsbo,boq->knsbq", g, self.u_outputs)
         return view.rotated(self.u_inputs).covariance(turned, self.variance)
 
 
@@ -193,44 +196,62 @@ def _units(f: Tensor) -> Tensor:
     return torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).unsqueeze(1).expand(-1, f.shape[0], -1)
 
 
+def _layers(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Those that outputs depend on, if each is one that is served."""
+    used = tuple(part for part in parts if part.kind != "unused")
+    for part in used:
+        if part.generic or part.site:
+            _refuse(part, part.reason or "it is several maps in one module")
+    return used
+
+
+def _refuse(part: Part, reason: str) -> None:
+    raise Unsupported(
+        f"{part.name} is not served ({reason}); use subset='last_layer', name other layers by subset=, or call "
+        "la.predict"
+    )
+
+
 @functools.singledispatch
 def _terms(precision: Any, la: Laplace, x: Tensor) -> tuple[tuple[Part, ...], nn.ModuleList]:
-    """The layers, and what they add to the covariance: one term of all of them."""
-    used, like = _linear(la, cover(la.tangent, x)), next(iter(la.tangent.params.values()))
+    """The layers, and what they add to the covariance: all together by one root."""
+    used, like = _layers(cover(la.tangent, x)), next(iter(la.tangent.params.values()))
     index = torch.cat([part.index(la.tangent.layout) for part in used]).to(like.device)
     return used, nn.ModuleList([Rooted(used, precision, index, like)])
 
 
 @_terms.register
 def _(precision: Blocks, la: Laplace, x: Tensor) -> tuple[tuple[Part, ...], nn.ModuleList]:
-    """One of each layer."""
-    used, like = _linear(la, la.spread.parts), next(iter(la.tangent.params.values()))
-    terms: list[nn.Module] = []
-    for part, op in zip(la.spread.parts, precision.parts, strict=True):
-        if part.kind != "unused":
-            diagonal = in_basis.dispatch(type(op)) is not in_basis.dispatch(object)
-            terms.append(Rotated(part, op, like) if diagonal else Rooted([part], op, None, like))
+    used, like = _layers(la.spread.parts), next(iter(la.tangent.params.values()))
+    operators = dict(zip(la.spread.parts, precision.parts, strict=True))
+    bases = {part: _basis(operators[part], part, like.device) for part in used}
+    terms = [
+        Rooted([part], operators[part], None, like) if basis is None else Rotated(part, basis, like)
+        for part, basis in bases.items()
+    ]
     return used, nn.ModuleList(terms)
 
 
-def _linear(la: Laplace, parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Those that reach the outputs, all linear layers."""
-    used = tuple(part for part in parts if part.kind != "unused")
-    for part in used:
-        if part.generic or part.site or not isinstance(la.tangent.model.get_submodule(part.module), nn.Linear):
-            raise Unsupported(
-                f"{part.name} is not served ({part.reason or 'it is no linear layer'}); use subset='last_layer', or "
-                "name linear layers by subset="
-            )
-    return used
+def _basis(op: Any, part: Part, device: torch.device) -> Diagonalized | None:
+    """What unit inputs and unit gradients are in the basis where a layer's posterior is diagonal, if it has one."""
+    b, o, i = part.shape
+    a = torch.eye(i, dtype=torch.float64, device=device).reshape(i, 1, 1, i).expand(-1, -1, b, -1)
+    g = torch.eye(o, dtype=torch.float64, device=device).reshape(o, 1, 1, 1, o).expand(-1, -1, -1, b, -1)
+    return in_basis(op, part, DenseInputs(a), g)
 
 
-def _inputs(part: Part, x: Tensor, n: Any) -> DenseInputs:
-    """a of a linear layer, (n, s, 1, i), as in Part.view, by operations that ONNX has."""
-    a = x.reshape(n, -1, 1, x.shape[-1])
+def _inputs(part: Part, model: nn.Module, x: Tensor, n: Any) -> DenseInputs:
+    """a of a layer, (n, s, b, i), as in Part.view, by operations that ONNX has."""
+    module = model.get_submodule(part.name)
+    rule = rule_for(module)
+    assert rule is not None
+    a = rule.traced(module, x, n)
+    if not isinstance(a, Tensor):
+        _refuse(part, f"inputs of {type(module).__name__} are numbers of rows")
+    ones = torch.ones_like(a[..., :1])
     if part.weight is None:
-        return DenseInputs(torch.ones_like(a[..., :1]))
-    return DenseInputs(a if part.bias is None else torch.cat([a, torch.ones_like(a[..., :1])], -1))
+        return DenseInputs(ones)
+    return DenseInputs(a if part.bias is None else torch.cat([a, ones], -1))
 
 
 def _multiplied(la: Laplace, mean: str) -> float:

@@ -56,6 +56,10 @@ class Rule:
         OneHotInputs)."""
         raise NotImplementedError
 
+    def traced(self, module: Any, x: Tensor, n: Any) -> Any:
+        """`inputs` by operations that ONNX has, at a number of examples that is not known yet."""
+        return self.inputs(module, x, n)
+
     def outputs(self, module: Any, g: Tensor, n: int) -> Tensor:
         """Output gradients (k, *output shape) as (k, n, s, b, o); a permuted view is fine, and saves a copy."""
         raise NotImplementedError

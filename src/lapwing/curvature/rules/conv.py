@@ -8,6 +8,8 @@ Transposed convolutions are convolutions of their input with zeros put between i
     out[y] = Σ_k x₀[y + padding − dilation·k] W[k],   x₀[stride·j] = x[j], zero elsewhere
 
 so they are linear maps shared over *output* positions, with the bias joined, exactly like convolutions.
+
+Windows are views, which tracing cannot follow; there they are the layer's own outputs under unit kernels.
 """
 
 from __future__ import annotations
@@ -34,6 +36,15 @@ class ConvRule(Rule):
     def inputs(self, module: Any, x: Tensor, n: int) -> Tensor:
         return _by_group(patches(_padded(module, x), module.kernel_size, module.stride, module.dilation), module)
 
+    def traced(self, module: Any, x: Tensor, n: Any) -> Tensor:
+        z = self.convolved(module, x, _unit_kernels(self.shape(module), module, x))  # (n', b i, *out)
+        b, _, i = self.shape(module)
+        return z.unflatten(1, (b, i)).flatten(3).permute(0, 3, 1, 2).reshape(n, -1, b, i)
+
+    def convolved(self, module: Any, x: Tensor, kernels: Tensor) -> Tensor:
+        """What the layer gives with kernels (o', channels, *offsets) of any number o', and without a bias."""
+        return module._conv_forward(x, kernels, None)
+
     def outputs(self, module: Any, g: Tensor, n: int) -> Tensor:
         k, m, b = g.shape[0], g.shape[1], module.groups
         g = g.reshape(k, m, b, module.out_channels // b, -1).permute(0, 1, 4, 2, 3)  # (k, n', s, b, o)
@@ -49,6 +60,20 @@ class ConvTransposeRule(ConvRule):
         windows = patches(_spread(module, x), module.kernel_size, (1,) * dims, module.dilation)
         windows = windows.flip(tuple(range(1 + dims, 1 + 2 * dims)))  # offset k of the kernel looks back by k
         return _by_group(windows, module)
+
+    def convolved(self, module: Any, x: Tensor, kernels: Tensor) -> Tensor:
+        stored = kernels.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(0, 1)  # (b channels, o', *offsets)
+        run = getattr(F, f"conv_transpose{len(module.kernel_size)}d")
+        return run(
+            x, stored, None, module.stride, module.padding, module.output_padding, module.groups, module.dilation
+        )
+
+
+def _unit_kernels(shape: tuple[int, int, int], module: Any, like: Tensor) -> Tensor:
+    """Kernels that each pick one input of a window, (b i, channels, *offsets)."""
+    b, _, i = shape
+    unit = torch.eye(i, dtype=like.dtype, device=like.device).unflatten(1, (math.prod(module.kernel_size), -1))
+    return unit.mT.reshape(i, -1, *module.kernel_size).repeat(b, *[1] * (1 + len(module.kernel_size)))
 
 
 def _by_group(windows: Tensor, module: Any) -> Tensor:

@@ -8,7 +8,7 @@ Shapes: X (n, d), a matrix, a frame or a sparse matrix; y (n,), or (n, c) number
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class _Network(BaseEstimator):
         networks = networks_of(self.network, X.shape[1], outputs, seed)
         found = chosen(networks, self._inputs(X), torch.as_tensor(y), task, steps, seed)
         self.laplace_, self.comparison_, self.n_iter_ = found.fit, found.comparison, found.steps
-        self.log_evidence_ = cast(float, found.comparison.best.log_evidence)
+        self.log_evidence_ = found.log_evidence
 
     def _inputs(self, X: Any) -> Tensor:
         return torch.as_tensor(self.x_scaler_.transform(_dense(X)))

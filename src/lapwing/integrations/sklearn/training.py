@@ -3,8 +3,11 @@
     weights         Adam on −(1/b) Σ_batch log p(y | f(x, θ)) + ½ θᵀAθ/N
     weight decay    the prior precision A, one number a layer, and the noise: `lw.OnlineEvidence`, every EVERY steps
     stopping        at the weights of the highest evidence, once PATIENCE updates in a row were below it
-    architecture    the network of the highest log p(y), by `lw.compare`
+    architecture    the network of the highest evidence of its tangent model, by `lw.compare`
+log p(y)        of numbers the same; of labels that of the network itself, at its weights
 
+The tangent model of a trained classifier has features that saw the labels, and a precision of its own for each layer:
+its evidence ranks networks, and is far too high for one with two layers.
 x (n, d); y (n,) labels or (n, c) numbers.
 """
 
@@ -27,6 +30,7 @@ from lapwing.training import OnlineEvidence
 EVERY, PATIENCE = 100, 2  # steps an update of the hyperparameters; updates without a higher evidence
 LIKELIHOODS = {"classification": "categorical", "regression": "gaussian"}
 PRIORS: dict[str, Any] = {"classification": "layerwise", "regression": 1.0}  # of the evidence that is compared
+CENTERS = {"classification": "map", "regression": "tangent"}  # of the evidence that is told
 BATCH, RATE = 512, 0.01  # examples a step; Adam's learning rate to start with, which falls to 0
 
 
@@ -35,6 +39,7 @@ class Chosen:
     """The network of the highest evidence, with a posterior by the default call."""
 
     fit: Laplace
+    log_evidence: float
     comparison: Comparison
     steps: int  # of its training
 
@@ -46,10 +51,9 @@ def chosen(networks: Mapping[str, nn.Module], x: Tensor, y: Tensor, task: str, s
         warnings.simplefilter("ignore", LapwingWarning)
         online = {name: trained(net, x, y, LIKELIHOODS[task], steps, seed) for name, net in networks.items()}
         comparison = compare({name: judged(one, PRIORS[task], structure) for name, one in online.items()})
-    best = online[comparison.best.name]
-    fit = laplace(best.model, (x, y), task).tuned()
-    fit.state.memo.clear()  # the Jacobian of all data, which would go into every pickle
-    return Chosen(fit, comparison, steps_of(best, steps))
+        best = online[comparison.best.name]
+        evidence = float(judged(best, PRIORS[task], structure, CENTERS[task]).log_evidence())
+    return Chosen(laplace(best.model, (x, y), task).tuned(), evidence, comparison, steps_of(best, steps))
 
 
 @torch.inference_mode(False)
@@ -89,10 +93,10 @@ def steps_of(online: OnlineEvidence, most: int) -> int:
     return min(most, EVERY * online.restore().epoch)
 
 
-def judged(online: OnlineEvidence, prior: Any, structure: str) -> Laplace:
-    """The fit whose evidence is compared: at the mode of its tangent model, with the exact curvature where that is
-    affordable. That of the training has Kronecker factors at the weights, which favor small networks."""
-    return laplace(online.model, online.data, online.likelihood, prior=prior, structure=structure).tuned()
+def judged(online: OnlineEvidence, prior: Any, structure: str, center: str = "tangent") -> Laplace:
+    """The fit whose evidence is asked: with the exact curvature where that is affordable. That of the training has
+    Kronecker factors, which favor small networks."""
+    return laplace(online.model, online.data, online.likelihood, prior=prior, structure=structure).tuned(center=center)
 
 
 def affordable(networks: Sequence[nn.Module], outputs: int) -> str:
