@@ -6,7 +6,7 @@ By inputs N (20 numbers each; three hidden ReLU layers): the kernel of one set, 
 regression on N inputs, kernel and factorization together. By depth, at 1,000 inputs: the kernel. Bars: time grows by
 at most N^2.3 where inputs double last, and by at most the number of layers; a kernel takes at most 1.3 times its own
 8 N² bytes beyond what was held before, a regression 3.5 times.
-Writes results/infinite.json and results/infinite_growth.png.
+Writes results/infinite.json and docs/studies/figures/infinite_growth.png.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from _common import RESULTS, Bar, clocks, peak_memory, table, write
+from _common import Bar, clocks, peak_memory, table, write
 
 from lapwing.gp import infinite
 
@@ -73,7 +74,7 @@ def picture(rows: dict[str, dict[int, dict[str, float]]]) -> None:
         axes.set_xlabel(what)
         axes.set_ylabel("CPU seconds" if key == "cpu" else "bytes")
         axes.legend(fontsize=8)
-    figure.savefig(RESULTS / "infinite_growth.png", dpi=110)
+    figure.savefig(pathlib.Path(__file__).parents[1] / "docs/studies/figures/infinite_growth.png", dpi=110)
 
 
 def judged(rows: dict[str, dict[int, dict[str, float]]]) -> list[Bar]:

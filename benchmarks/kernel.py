@@ -11,8 +11,8 @@ over images: the least that a Jacobian takes. *Backward passes* are as many, one
     one set       all pairs, where both sets are one: at most half of that
 
 The first is also held to 1.5 times the backward passes one at a time. K_c of all c asks for a tenth (1/c) of the
-product, whoever makes it: from about 800 images on that alone is more than the gradients, and the first bar is out of
-reach. *Floor* is the two together.
+product, whoever makes it: by torch's product, which is MKL's, that alone is more than the gradients from about 800
+images on. *Floor* is the two together; the kernel's own products are oneDNN's.
 
 Times are CPU seconds, and the wall's beside them. --memory is the kernel's budget: where the first set's gradients do
 not fit half of it, images of the second are run again. K is held to dense autograd on four images. laplace-torch's

@@ -250,3 +250,26 @@ def test_one_example_and_repeated_ones_are_right(options: dict[str, object]) -> 
     values = torch.linalg.eigvalsh(exact.covariance.reshape(48, 48))
     assert float(values[0]) > -1e-9
     assert bool(torch.isfinite(exact.f_sample(3)).all())
+
+
+SOME = ("gaussian", "labels")
+
+
+@pytest.mark.filterwarnings("ignore:tuning stopped at a bound")  # targets are noise, and may ask for no prior
+@pytest.mark.parametrize(
+    "kind", [k if k in SOME else pytest.param(k, marks=pytest.mark.full) for k in KINDS if k != "sequences"]
+)
+@pytest.mark.parametrize("by", ["all data", "a number", "inputs", "independent"])
+def test_every_process_has_the_same_verbs(by: str, kind: str, tmp_path: Path) -> None:
+    """tuned, log_evidence, predict and save, whatever the process is made of."""
+    model, x, y, likelihood = problem(kind)
+    options = {"all data": {}, "a number": {"inducing": 3}, "inputs": {"inducing": x[:4]}}
+    found = lw.gp.functional(model, (x, y), likelihood, **options.get(by, {"independent": True}))
+    tuned = found.tuned()
+    # of all data it is a Laplace object, whose search is about its tangent's mode
+    centers = {} if by != "all data" else {"center": tuned.tuning.center}
+    assert float(tuned.log_evidence(**centers)) >= float(found.log_evidence(**centers)) - 1e-6
+    tuned.save(tmp_path / "fit")
+    again = lw.load(tmp_path / "fit", model)
+    close(again.log_evidence(), tuned.log_evidence(), 1e-8)
+    close(again.predict(x).covariance, tuned.predict(x).covariance, 1e-8)

@@ -10,6 +10,7 @@ import lapwing as lw
 from helpers import backward_rows, close, draw, normal
 from lapwing.gp.empirical import own_products, products
 from lapwing.gp.gradients import Side
+from lapwing.gp.multiply import by_rows
 
 
 class Tied(nn.Module):
@@ -139,6 +140,27 @@ def test_subsets_float32_and_one_input() -> None:
     single = lw.gp.kernel(lw.linearize(model.float()), x.float())
     assert single.dtype == torch.float64
     model.double()
+
+
+@pytest.mark.parametrize("kind", ["dense", "images"])
+def test_float32_is_float64_up_to_rounding(kind: str) -> None:
+    """Another library makes the products there, from memory in another order."""
+    model, shape = network(kind)
+    x, other = draw(7, *shape), draw(5, *shape)
+    J, H = jacobian(model, x), jacobian(model, other)
+    tangent = lw.linearize(model.float())
+    for per_output, law in ((True, "ncp,mcp->cnm"), (False, "ncp,mdp->ncmd")):
+        found = lw.gp.kernel(tangent, x.float(), other.float(), per_output=per_output)
+        assert float((found - torch.einsum(law, J, H)).norm() / found.norm()) < 1e-6
+
+
+def test_products_of_rows_whatever_their_order_in_memory() -> None:
+    a, b = normal(6, 4, 5), normal(3, 4, 5, seed=1)
+    strided, ordered = (a[:, 1], b[:, 2]), (a[:, 1].contiguous(), b[:, 2].contiguous())
+    for one, two in (strided, ordered, (a[:, 0, :1], b[:, 1, :1]), (a[:1, 3], b[:, 3].contiguous())):
+        close(by_rows(one, two), one @ two.mT, 1e-12)
+        found = by_rows(one.float(), two.float())
+        assert float((found - one @ two.mT).norm() / found.norm()) < 1e-6
 
 
 def test_tokens_are_looked_up() -> None:

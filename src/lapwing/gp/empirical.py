@@ -26,6 +26,7 @@ from lapwing.arguments import as_budget
 from lapwing.curvature.capture import Changed
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.gp.gradients import Factored, Layers, Side
+from lapwing.gp.multiply import by_rows
 from lapwing.posterior.base import check_inputs
 from lapwing.tangent import TangentModel
 
@@ -134,8 +135,8 @@ def _product(one: Any, two: Any, per_output: bool) -> Tensor:
         return _factored(one, two, per_output)
     g, h = one.made, two.made
     if per_output:
-        return g.transpose(0, 1) @ h.permute(1, 2, 0)
-    return (g.flatten(0, 1) @ h.flatten(0, 1).mT).reshape(*g.shape[:2], *h.shape[:2])
+        return torch.stack([by_rows(a, b) for a, b in zip(g.unbind(1), h.unbind(1), strict=True)])
+    return by_rows(g.flatten(0, 1), h.flatten(0, 1)).reshape(*g.shape[:2], *h.shape[:2])
 
 
 def _factored(one: Factored, two: Factored, per_output: bool) -> Tensor:

@@ -76,19 +76,26 @@ class BlockMemory:
     """Memory for the gradients of a block of examples; zero for layers that an example does not call."""
 
     examples: int
+    by_output: bool = False  # the rows of an output one after the other: for products of each output with itself
     layers: Layers = field(default_factory=dict)
 
     def at(self, name: str, index: slice, like: Tensor, *shapes: tuple[int, ...]) -> Any:
         """Where those of some examples of a layer belong: `Factored` by the shapes (s, i) and (k, s, o), `Made` by
         (k, p)."""
         if name not in self.layers:
-            taken = [like.new_empty(self.examples, *shape) for shape in shapes]
-            self.layers[name] = Made(*taken) if len(taken) == 1 else Factored(*taken)
+            self.layers[name] = self._taken(like, *shapes)
             self._zero(name, slice(0, index.start))
         found = self.layers[name].rows(index)
         if [tuple(t.shape[1:]) for t in found.tensors] != list(shapes):
             raise Changed(f"layer {name} has {list(shapes)} numbers for an example, and had others before")
         return found
+
+    def _taken(self, like: Tensor, *shapes: tuple[int, ...]) -> Any:
+        n = self.examples
+        if len(shapes) == 2:
+            return Factored(*(like.new_empty(n, *shape) for shape in shapes))
+        k, p = shapes[0]
+        return Made(like.new_empty(k, n, p).transpose(0, 1) if self.by_output else like.new_empty(n, k, p))
 
     def clear(self, index: slice, called: set[str]) -> None:
         """Zero, where examples did not call a layer."""
@@ -151,7 +158,7 @@ class Side:
         valid until the next. pairs: of outputs, whose products with another example's will be asked for."""
         n = len(self.f)
         rows = max(1, min(rows, n - after)) if self.cut else n
-        room, capture = BlockMemory(rows), Capture(self.tangent, self.parts)
+        room, capture = BlockMemory(rows, pairs == 1), Capture(self.tangent, self.parts)
         for start in range(after, n, rows):
             block = slice(start, min(n, start + rows))
             for place, x in self.pieces(block):

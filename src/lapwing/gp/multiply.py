@@ -1,0 +1,23 @@
+"""a bᵀ of rows, (n, p) and (m, p): (n, m).
+
+In float32 on a CPU by oneDNN, which comes with torch: on AMD processors its product takes half the time of MKL's, which
+`a @ b.mT` is there. It wants rows in order in memory: others it copies number by number, and they are left to `@`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def by_rows(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ."""
+    if _by_onednn(a) and _by_onednn(b):
+        return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    return a @ b.mT
+
+
+def _by_onednn(rows: Tensor) -> bool:
+    usable = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    plain = rows.dtype == torch.float32 and rows.device.type == "cpu" and rows.numel() > 0
+    return usable and plain and rows.is_contiguous()
