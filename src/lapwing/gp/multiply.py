@@ -18,6 +18,7 @@ def by_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _by_onednn(rows: Tensor) -> bool:
-    usable = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    there = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # no public name of PyTorch's: a version may lack it
+    usable = there and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     plain = rows.dtype == torch.float32 and rows.device.type == "cpu" and rows.numel() > 0
     return usable and plain and rows.is_contiguous()
