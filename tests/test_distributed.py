@@ -718,7 +718,7 @@ def joined(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 def close(mine: Any, other: Any, tolerance: float = 1e-8) -> None:
     if isinstance(mine, dict):
         assert mine.keys() == other.keys()
-        mine, other = list(mine.values()), list(other.values())
+        mine, other = list(mine.values()), [other[key] for key in mine]
     if isinstance(mine, (list, tuple)):
         for one, another in zip(mine, other, strict=True):
             close(one, another, tolerance)
