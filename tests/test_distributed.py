@@ -718,7 +718,7 @@ def joined(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 def close(mine: Any, other: Any, tolerance: float = 1e-8) -> None:
     if isinstance(mine, dict):
         assert mine.keys() == other.keys()
-        mine, other = list(mine.values()), list(other.values())
+        mine, other = list(mine.values()), [other[key] for key in mine]
     if isinstance(mine, (list, tuple)):
         for one, another in zip(mine, other, strict=True):
             close(one, another, tolerance)
@@ -758,14 +758,14 @@ def test_gram_of_all_ranks_is_that_of_dense_autograd(folder: Path, size: int) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
+    ("structure", "size"),
     [
         *((name, 2) for name in STRUCTURES),
         *(pytest.param(name, 3, marks=pytest.mark.full) for name in ("dual", "ekfac")),
     ],
 )
-def test_tuned_is_that_of_one_process(folder: Path, name: str, size: int) -> None:
-    ranks, (alone,) = ([one[name] for one in found(folder, "fits", n)] for n in (size, 1))
+def test_tuned_is_that_of_one_process(folder: Path, structure: str, size: int) -> None:
+    ranks, (alone,) = ([one[structure] for one in found(folder, "fits", n)] for n in (size, 1))
     assert_same(ranks)
     for key in ("tuned evidence", "tuned prior", "tuned noise", "tuned covariance", "v*"):
         close(ranks[0][key], alone[key], 1e-6)
