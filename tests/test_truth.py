@@ -85,6 +85,7 @@ def test_a_draw_far_out_counts_by_its_share(far: float) -> None:
         assert variation(p, q) == pytest.approx(share, abs=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # ArviZ, of chains that stand still
 def test_an_unconverged_reference_is_refused() -> None:
     with pytest.raises(NotConverged, match=r"R-hat of its predictions is up to .*above 1.1 at"):
         run(reference={"chains": 4, "draws": 20, "warmup": 0, "leapfrog": 2, "step": 1e-3})
@@ -92,6 +93,10 @@ def test_an_unconverged_reference_is_refused() -> None:
     standing = lw.samplers.hmc(model, data, known(), prior=PRECISION, chains=3, draws=8, warmup=0, step=1e-9)
     with pytest.raises(NotConverged, match="R-hat"):
         run(reference=standing)
+    target = lw.log_joint(model, data, known(), PRECISION)
+    stuck = lw.posterior.Chains(target.tangent, target.start.expand(24, -1), None, (8, 8, 8))  # its R-hat is NaN
+    with pytest.raises(NotConverged, match="R-hat of its predictions is up to inf"):
+        run(reference=target.fitted(stuck, "hmc"))
     with pytest.raises(InvalidValue, match="needs 3 chains"):
         run(reference={**FAST, "chains": 2})
     with pytest.raises(InvalidValue, match="has no chains"):
