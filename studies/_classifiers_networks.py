@@ -4,6 +4,7 @@
     uci       seven sets of the folder LAPWING_DATA, the same networks
     images    Fashion-MNIST, 2,000 and 60,000 images, and MNIST, 60,000; two convolutions or a residual block
     resnets   published networks for CIFAR-10, whose curvature is that of some of the images
+    moons     two moons in the plane: 100 points and the networks of `truth.py`, 60 with less noise and those of `small`
 
 Seeds draw data and networks. No seed is one that the rule was chosen by.
 """
@@ -14,15 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import _truth_problems as truth
 import left_out
 import numpy as np
 import torch
 from _networks import BasicBlock, data, images, resnet, train_file
 from novelty import images as scaled
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, make_moons
 from torch import Tensor, nn
 
-PARTS = ("small", "uci", "images", "resnets")
+PARTS = ("small", "uci", "images", "resnets", "moons")
 DIGITS, REGIMES = (80, 150, 300, 700), ("end", "L2", "early", "dropout", "smooth", "noisy")
 UCI = ("australian", "breast_cancer", "ionosphere", "waveform", "satellite", "glass", "vehicle")
 UNKNOWN = {"Fashion-MNIST": "mnist.npz", "MNIST": "notmnist_test.npz"}
@@ -86,6 +88,11 @@ def units(part: str, seeds: tuple[int, ...], depths: tuple[int, ...], train: int
                 yield from (Unit(part, "Fashion-MNIST", kind, regime, seed, 2_000) for seed in seeds[:2])
         for name in ("MNIST", "Fashion-MNIST"):
             yield from (Unit(part, name, k, f"{EPOCHS} epochs", seeds[0], 60_000) for k in ("batch norm", "plain"))
+    elif part == "moons":
+        yield from (Unit(part, "moons100", "tanh", "N(0, 1)", seed) for seed in seeds)
+        for regime in ("end", "L2"):
+            for kind in ("batch norm", "plain"):
+                yield from (Unit(part, "moons60", kind, regime, seed) for seed in seeds)
     else:
         sets = [f"digits{n}" for n in DIGITS] if part == "small" else UCI
         for name in sets:
@@ -96,7 +103,7 @@ def units(part: str, seeds: tuple[int, ...], depths: tuple[int, ...], train: int
 
 def problem(unit: Unit) -> Problem:
     """Read and trained."""
-    made = {"small": _tabular, "uci": _tabular, "images": _images, "resnets": _cifar10}
+    made = {"small": _tabular, "uci": _tabular, "images": _images, "resnets": _cifar10, "moons": _moons}
     return made[unit.part](unit)
 
 
@@ -150,6 +157,15 @@ def _four_fifths(x: Tensor, y: Tensor, classes: int, regime: str, norm: bool, se
     cut = len(x) - len(x) // 5
     net = left_out.trained(x[:cut], y[:cut], classes, regime, norm, seed)[0]
     return logits(net, x[cut:].double()), y[cut:]
+
+
+def _moons(unit: Unit) -> Problem:
+    if unit.set == "moons100":
+        case = truth.moons(unit.seed)
+        return Problem(truth.trained(case, unit.seed), case.train, case.test)
+    x, y = (torch.tensor(a) for a in make_moons(1_060, noise=0.15, random_state=unit.seed))
+    net, *train = left_out.trained(x[:60].float(), y[:60], 2, unit.regime, unit.kind == "batch norm", unit.seed)
+    return Problem(net, (train[0], train[1]), (x[60:], y[60:]))
 
 
 # -- images -------------------------------------------------------------------------------------------------------
