@@ -1,7 +1,8 @@
 """a bᵀ of rows, (n, p) and (m, p): (n, m).
 
-In float32 on a CPU by oneDNN, which comes with torch: on AMD processors it is faster than MKL, which `a @ b.mT` is there
-(benchmarks/README.md). It wants rows in order in memory: others it copies number by number, and they are left to `@`.
+In float32 on a CPU by oneDNN, which comes with torch: on AMD processors it is faster than MKL, which `a @ b.mT` is
+there (benchmarks/README.md). It wants rows in order in memory: others it copies number by number, and they are left to
+`@`.
 """
 
 from __future__ import annotations
