@@ -8,7 +8,7 @@ samples each parameter and conditions on the targets; it runs one chain (several
 default and with its potential compiled (`jit_compile`). Set-up counts for both, reading and tracing for us. It needs
 pyro-ppl 1.9.2; without it, only ensembles are timed.
 
-Ensembles: five members trained at once, beside one training of the same network in a loop of plain torch: 500 steps
+Ensembles: five members trained at once, beside one trained in the same way, and one in a loop of plain torch: 500 steps
 of Adam over batches of 50, on the perceptron and on 784-32-10 with labels.
 """
 
@@ -28,6 +28,7 @@ import lapwing as lw
 
 CHAINS, NOISE, STEP = 4, 0.5, 0.01
 BAR = 10.0  # times Pyro's gradients a second
+STEPS = 500  # of a training
 FIVE = 3.0  # times one training, that five members may take
 
 
@@ -74,35 +75,36 @@ def rate(run: Callable[[], Any], gradients: int, repeat: int) -> dict[str, float
 
 
 def ensembles(repeat: int) -> dict[str, float]:
-    """Seconds of CPU of five members over those of one plain training, {network: ratio}; data and loops alike."""
+    """Seconds of CPU of five members over those of one, {what one, network: ratio}; data and steps alike."""
     torch.manual_seed(0)
     small, wide = problem(), (torch.randn(1000, 784), torch.randint(10, (1000,)))
     cases: dict[str, tuple[Any, Any, Any, Any]] = {
         "3-8-2": (lambda: perceptron(3, 8, 2).double(), small[1:], "gaussian", nn.functional.mse_loss),
         "784-32-10": (lambda: perceptron(784, 32, 10), wide, "categorical", nn.functional.cross_entropy),
     }
-    ratios = {}
+    ratios: dict[str, float] = {}
     for name, (make, (x, y), likelihood, loss) in cases.items():
         loader = DataLoader(TensorDataset(x, y), 50, shuffle=True)
-        steps = 500
 
-        def plain(make: Any = make, loader: Any = loader, loss: Any = loss, steps: int = steps) -> None:
+        def plain(make: Any = make, loader: Any = loader, loss: Any = loss) -> None:
             net = make()
             adam, taken = torch.optim.Adam(net.parameters(), 1e-2), 0
-            while taken < steps:
+            while taken < STEPS:
                 for some, targets in loader:
                     adam.zero_grad()
                     loss(net(some), targets).backward()
                     adam.step()
                     taken += 1
 
-        def five(make: Any = make, loader: Any = loader, likelihood: str = likelihood, steps: int = steps) -> None:
-            lw.ensembles.train(make, loader, likelihood, members=5, steps=steps)
+        def trained(members: int, make: Any = make, loader: Any = loader, likelihood: str = likelihood) -> None:
+            lw.ensembles.train(make, loader, likelihood, members=members, steps=STEPS)
 
-        for run in (plain, five):
+        runs = {"five": lambda: trained(5), "one": lambda: trained(1), "one in plain torch": plain}
+        for run in runs.values():
             run()
-        times = [(clocks(five)[0]["cpu"], clocks(plain)[0]["cpu"]) for _ in range(repeat)]  # in turns
-        ratios[name] = min(t[0] for t in times) / min(t[1] for t in times)
+        turns = [{what: clocks(run)[0]["cpu"] for what, run in runs.items()} for _ in range(repeat)]
+        least = {what: min(turn[what] for turn in turns) for what in runs}
+        ratios |= {f"{what}, {name}": least["five"] / least[what] for what in ("one", "one in plain torch")}
     return ratios
 
 
@@ -118,7 +120,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     trained = ensembles(args.repeat)
-    fives = [Bar(f"five members at once over one training, {name}", v, FIVE) for name, v in trained.items()]
+    fives = [Bar(f"five members at once over {name}", v, FIVE) for name, v in trained.items()]
     if importlib.util.find_spec("pyro") is None:
         print(*fives, "chains: skipped, pyro is not installed; nothing is written", sep="\n")
         return
