@@ -2,7 +2,8 @@
 Monte-Carlo error, √(variance / ESS) of each mean.
 
 With few data and much noise trajectories of NUTS are short, so that it takes a minute of one core. A prior or a
-temperature that is off by a quarter, a noise by a tenth, or a leapfrog with a kick too many is beyond the limit.
+temperature that is off by a quarter, a noise by a tenth, or proposals that are never refused are beyond the limit; a
+leapfrog that begins with a whole kick is just within it, and is left to the identities of `tests/test_samplers.py`.
 """
 
 from __future__ import annotations
