@@ -82,7 +82,7 @@ $(PSTAMP): pyproject.toml constraints.txt
 	  pyro-ppl==1.9.2 pyro-api posteriors==0.1.3 tensordict==0.15.3 torchopt==0.7.3
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  torchmetrics einops einconv opt_einsum unfoldNd linear_operator jaxtyping mpmath \
-	  optree cloudpickle importlib_metadata orjson pyvers -e ".[dev]"
+	  optree cloudpickle importlib_metadata orjson pyvers graphviz -e ".[dev]"
 	touch $@
 
 # neural-tangents wants an older jax and NumPy's of its own: kernels of infinitely wide networks come from there as numbers.

@@ -8,14 +8,13 @@ leapfrog that begins with a whole kick is just within it, and is left to the ide
 
 from __future__ import annotations
 
-import pytest
+import pyro
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.posterior.diagnostics import by_arviz
 
-pyro = pytest.importorskip("pyro")
 NOISE, LIMIT, WORTH = 0.5, 4.5, 150  # LIMIT: standard errors; WORTH: independent draws of each side at least
 
 
