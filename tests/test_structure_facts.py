@@ -5,6 +5,7 @@ No room asks for their class: a structure of a user's own, which says other fact
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -212,3 +213,75 @@ def test_only_what_streams_keeps_draws_and_estimates(structure: Any) -> None:
         torch.testing.assert_close(la.posterior.draw(3), la.posterior.mean + kept)
     v = torch.ones(precision.size, dtype=torch.float64)
     torch.testing.assert_close(linalg.mv(linalg.gathered(precision), v), linalg.mv(precision, v))
+
+
+# -- many examples -----------------------------------------------------------------------------------------------------
+
+
+def test_of_many_examples_kronecker_factors_sample_one_column() -> None:
+    """Also what that costs: the factors, the evidence and the error bars of the exact factor, to a few percent."""
+    n = lw.curvature.Kronecker.samples_past
+    assert n is not None
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+    x = torch.randn(n + 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = (2 * net(x).detach()).argmax(1)
+    few, many = (lw.laplace(net, (x[:m], y[:m]), "dirichlet", structure="kron") for m in (n, n + 1))
+    exact = lw.laplace(net, (x, y), "dirichlet", structure="kron", factor="exact")
+    assert few.state.factor.kind == "exact"
+    assert "exact factor" in repr(few)
+    assert many.state.factor == lw.curvature.Factor("monte_carlo", 1)
+    assert "monte_carlo (1 sample) factor" in repr(many)
+    for key, want in exact.state.sums.items():
+        assert float((many.state.sums[key] - want).norm() / want.norm()) < 0.03, key
+    assert float(many.log_evidence() / exact.log_evidence() - 1) == pytest.approx(0, abs=1e-3)
+    ratio = many.predict(x[:50]).f_var / exact.predict(x[:50]).f_var
+    assert float(ratio.min()) > 0.9
+    assert float(ratio.max()) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("structure", "likelihood"),
+    [("block", "gaussian"), ("diag", "gaussian"), ("full", "gaussian"), ("kron", lw.likelihoods.Gaussian([0.1, 0.2]))],
+)
+def test_what_is_exact_or_told_apart_by_output_samples_nothing(structure: str, likelihood: Any, small: None) -> None:
+    assert lw.laplace(network(), data(7), likelihood, structure=structure).state.factor.kind == "exact"
+
+
+def test_one_output_has_one_column_already(small: None) -> None:
+    x, y = data(7)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    assert lw.laplace(net, (x, y[:, :1]), "gaussian", structure="kron").state.factor.kind == "exact"
+    assert lw.laplace(network(), (x, y), "gaussian", structure="kron").state.factor.samples == 1
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven examples are many."""
+    monkeypatch.setattr(lw.curvature.Kronecker, "samples_past", 6)
+
+
+def test_inputs_of_one_layer_at_a_time_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution's, each position's patch, are many times its input: those of all layers at once filled memory."""
+    from lapwing.curvature.capture import Record
+
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 2, 3, padding=1) for _ in range(4)]
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 2)).double()
+    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.randint(2, (5,))
+    alive: list[weakref.ref[Any]] = []
+    most, made = 0, Record.view
+
+    def watched(record: Record, part: Any) -> Any:
+        nonlocal most
+        most = max(most, sum(one() is not None for one in alive))
+        view = made(record, part)
+        alive.append(weakref.ref(view))
+        return view
+
+    la = lw.laplace(net, (x, y), "categorical", structure="kron")
+    monkeypatch.setattr(Record, "view", watched)
+    lw.accumulate(lw.curvature.Kronecker(), la.tangent, la.likelihood, (x, y))
+    fitting, most = most, 0
+    la.predict(x)
+    assert fitting <= 1
+    assert most <= 1

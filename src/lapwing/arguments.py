@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,16 +157,18 @@ def as_structure(structure: Any, seen: Probe, memory_budget: int) -> curvature.S
 def as_factor(
     factor: Any, seen: Probe, likelihood: likelihoods.Likelihood, structure: curvature.Structure | None = None
 ) -> Factor:
-    """An output factor by its name, or as it is; "auto" goes by the number of outputs."""
+    """An output factor by its name, or as it is; "auto" goes by the number of outputs, and of examples."""
     if factor == "auto" and structure is not None and structure.exact_factor_is_free:
         return Factor("exact")  # products with it cost nothing more
     if factor == "auto":
         several = len(likelihood.curvature_weights()) > 1  # noise per output: only the exact factor keeps it apart
-        few = seen.outputs * seen.positions <= FEW_OUTPUTS
-        wanted = "exact" if few or several else "monte_carlo"
+        columns, most = seen.outputs * seen.positions, structure.samples_past if structure is not None else None
+        many = most is not None and seen.n > most and columns > 1
+        wanted = "exact" if several or not (many or columns > FEW_OUTPUTS) else "monte_carlo"
         if not likelihood.factors:
             raise Unsupported(f"{likelihood.name} is not concave and has no sample method, so it has no output factor")
-        return Factor(wanted if wanted in likelihood.factors else likelihood.factors[0])
+        found = Factor(wanted if wanted in likelihood.factors else likelihood.factors[0])
+        return replace(found, samples=1) if many and found.kind == "monte_carlo" else found
     if not isinstance(factor, (str, Factor)):
         raise InvalidValue(f"factor must be 'auto', one of {KINDS} or lw.curvature.Factor, got {factor!r}")
     return Factor(factor) if isinstance(factor, str) else factor

@@ -69,18 +69,19 @@ class Record:
         """The parts whose module was run."""
         return [part for part in self.parts if part.name in self.outputs]
 
+    def view(self, part: Part) -> Any:
+        """What a part that was run saw: a view of its inputs (of a convolution, many times their size)."""
+        x = self.inputs[part.name]
+        try:
+            with _holding(self.model.get_submodule(part.module), self.buffers.get(part.name)):
+                return part.view(self.model, x, len(self.f))
+        except RuntimeError as error:
+            shape = tuple(x.shape)
+            raise Changed(f"layer {part.name} got inputs {shape} on a batch of {len(self.f)} examples") from error
+
     def views(self) -> dict[str, Any]:
-        """What each part that was run saw, {name: view of its inputs}."""
-        out = {}
-        for part in self.called:
-            x = self.inputs[part.name]
-            try:
-                with _holding(self.model.get_submodule(part.module), self.buffers.get(part.name)):
-                    out[part.name] = part.view(self.model, x, len(self.f))
-            except RuntimeError as error:
-                shape = tuple(x.shape)
-                raise Changed(f"layer {part.name} got inputs {shape} on a batch of {len(self.f)} examples") from error
-        return out
+        """Those of all parts, {name: view}, at once."""
+        return {part.name: self.view(part) for part in self.called}
 
     def is_output(self, part: Part) -> bool:
         """Whether a layer's output is the network's, position by position: a head that nothing follows."""

@@ -36,7 +36,8 @@ class Factor:
         given.whole(self.samples, "the number of samples of a monte_carlo factor", 1)
 
     def __str__(self) -> str:
-        return f"monte_carlo ({self.samples} samples)" if self.kind == "monte_carlo" else self.kind
+        many = "" if self.samples == 1 else "s"
+        return f"monte_carlo ({self.samples} sample{many})" if self.kind == "monte_carlo" else self.kind
 
     def columns(self, outputs: int, positions: int) -> int:
         """Cotangents an example, at the most."""

@@ -148,6 +148,7 @@ class Kronecker(Layered):
     """One Kronecker product A ⊗ B a layer; small parts that no rule speaks for get a dense block, large ones a
     diagonal."""
 
+    samples_past: ClassVar[int | None] = 20_000  # then a sampled entry is off by 1 %, and factors are by far more
     sharing: str = "expand"  # over shared positions: "expand" or "reduce"
     bias: str = "joint"  # one block with its weight, or "apart": without the products of the two
 
@@ -312,11 +313,12 @@ class LayeredSum(Accumulator):
     def observe(self, x: Any, y: Tensor, f: Tensor, u: Tensor, column: Tensor) -> None:
         """Add a batch: inputs x, targets y, outputs f (n, ..., c), cotangents u (n, K, ..., c) and the output of
         each column."""
-        views = {name: self.sums[name].see(view, len(f)) for name, view in self.record.views().items()}
+        called = self.record.called
+        kept = {part.name: self.sums[part.name].see(self.record.view(part), len(f)) for part in called}
         for gradients in self.record.columns(u, self.terms, self.budget // 4):
             for name, g in gradients.items():
-                self.sums[name].add(views[name], g, self.budget // 4)
-        for name, view in views.items():
+                self.sums[name].add(kept[name], g, self.budget // 4)
+        for name, view in kept.items():
             self.sums[name].close(view)
         self._observe_generic(x, u.to(f))
         del self.record

@@ -77,6 +77,7 @@ class Structure:
 
     streams: ClassVar[bool] = False  # each product reads the data again, and posteriors are samples
     exact_factor_is_free: ClassVar[bool] = False  # so that factor="auto" is "exact", however many outputs there are
+    samples_past: ClassVar[int | None] = None  # examples past which factor="auto" samples one column of each
     diagonal: ClassVar[bool] = False  # it keeps diag G alone: weights are independent
     bound: ClassVar[str] = "neither"  # what its evidence is of the full curvature's, under an exact factor:
     # "exact", "lower", "upper", "estimate" or "neither"; a subclass that keeps something else of G says so again

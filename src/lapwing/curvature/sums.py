@@ -60,7 +60,7 @@ class PartSum:
     """What is summed for one part, at unit scale."""
 
     def see(self, view: Any, n: int) -> Any:
-        """Add the inputs of n examples; they are handed to `add` and `close` as they come back."""
+        """Add the inputs of n examples. What comes back is kept for `add` and `close`: a convolution's are large."""
         return view
 
     def close(self, view: Any) -> None:
@@ -86,13 +86,12 @@ class KroneckerSum(PartSum):
         if self.a is not None and (not isinstance(self.a, Tensor) or self.a.shape not in ((b, i, i), (b, i))):
             raise InvalidValue(f"A must be {(b, i, i)} or {(b, i)}, got {self.a!r:.99}")
 
-    def see(self, view: Any, n: int) -> Any:
-        """Add the inputs of n examples."""
+    def see(self, view: Any, n: int) -> None:
+        """Add the inputs of n examples, which B needs no more."""
         if self.a is None:
             self.a = view.empty_gram(self.sharing)
         view.add_gram(self.a, self.sharing)
         self.count += n * (view.positions if self.sharing == "expand" else 1)
-        return view
 
     def add(self, view: Any, g: Tensor, budget: int) -> None:
         """Add columns of output gradients g (k, n, s, b, o)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ def _marginals(precision: Blocks, at: At, x: Any, record: Record) -> Tensor:
     """The covariance of each position's outputs, (n, ..., c, c): for each position its c cotangents.
 
     The head's term is that of n·q examples of one position each, whatever the number q of positions."""
-    f, views, budget = record.f.detach(), record.views(), at.budget // 4
+    f, budget = record.f.detach(), at.budget // 4
     n, c, positions = f.shape[0], f.shape[-1], f[0, ..., 0].numel()
     operators = {part.name: op for part, op in zip(at.parts, precision.parts, strict=True)}
+    view = record.view if positions == 1 else cache(record.view)  # one at a time, or each for all positions
     heads = [part for part in record.called if positions > 1 and record.is_output(part)]
     generic = _generic(precision, at)
     rest = replace(record, parts=tuple(part for part in record.parts if part not in heads))
@@ -50,14 +52,14 @@ def _marginals(precision: Blocks, at: At, x: Any, record: Record) -> Tensor:
     for part in heads:
         b, o, _ = part.shape
         g = torch.eye(c, dtype=f.dtype, device=f.device).reshape(c, 1, 1, b, o).expand(c, n * positions, 1, b, o)
-        out += _layer(operators[part.name], part, views[part.name].apart(), g, budget).reshape(out.shape)
+        out += _layer(operators[part.name], part, view(part).apart(), g, budget).reshape(out.shape)
     for q in range(positions) if rest.called or generic else ():
         u = f.new_zeros(c, positions, c)
         u[:, q] = torch.eye(c, dtype=f.dtype, device=f.device)
         u = u.reshape(c, *f.shape[1:]).expand(n, c, *f.shape[1:])
         gradients = rest.pull(u)
         for part in rest.called:
-            out[:, q] += _layer(operators[part.name], part, views[part.name], gradients[part.name], budget)
+            out[:, q] += _layer(operators[part.name], part, view(part), gradients[part.name], budget)
         if generic:
             out[:, q] += _by_rows(generic, at, x, u)
     return out.reshape(*f.shape, c)
@@ -119,11 +121,11 @@ def _joint_terms(precision: Blocks, at: At, x: Any, record: Record) -> Iterator[
     f = record.f.detach()
     n, c = len(f), f[0].numel()
     u = units(f)
-    gradients, views = record.pull(u), record.views()
+    gradients = record.pull(u)
     for part, op in zip(at.parts, precision.parts, strict=True):
         if part.name not in gradients:
             continue
-        view, g = _wide(views[part.name], gradients[part.name])
+        view, g = _wide(record.view(part), gradients[part.name])
         found = in_basis(op, part, view, g)
         if found is None:
             rows = view.outer(g).flatten(2).transpose(0, 1).reshape(1, n * c, -1)
