@@ -112,33 +112,49 @@ def joint(la: lw.Laplace, problem: Problem, link: str = "auto") -> float:
     return together(lambda x, y: drawn(la.predict(x, link, joint=True), y), *problem.test)
 
 
-def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> tuple[Answer, Answer]:
-    """The default, and the same posterior without its rule; where the rule is a scale and a factor, from one push."""
+def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> dict[str, Answer]:
+    """The default; the same posterior without its rule; and, where labels can be spared, with what they choose. Where
+    all of that is a scale and a factor, from one push."""
     assert la.calibration is not None
     choice = la.calibration.choice
     if choice.b:
-        return predicted(la, problem, seconds), predicted(la.replace(prior=la.prior), problem, {})
+        return {
+            "default": predicted(la, problem, seconds),
+            "dirichlet": predicted(la.replace(prior=la.prior), problem, {}),
+        }
+    settings = {"default": (choice.scale, choice.a), "dirichlet": (1.0, 1.0)}
+    if problem.unchosen is not None:
+        labels = tuple(t[problem.unchosen :] for t in problem.test)
+        chosen = la.tuned(method="validation", data=labels).calibration
+        assert chosen is not None
+        settings["labelled"] = chosen.choice.scale, chosen.choice.a
 
-    def without_rule(pred: lw.Prediction) -> lw.Prediction:
-        f = pred.outputs.scaled(1 / choice.scale)
-        return replace(pred, outputs=f.moved((1 / choice.a - 1) * f.mean))
+    def under(pred: lw.Prediction, s: float, a: float) -> lw.Prediction:
+        f = pred.outputs.scaled(s / choice.scale)
+        return replace(pred, outputs=f.moved((a / choice.a - 1) * f.mean))
 
-    default, without, taken = [], [], 0.0
+    found: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in settings}
+    taken = 0.0
     for x, y in zip(*(t.split(FORWARD) for t in problem.test), strict=True):
         time, (pred, read) = clocks(lambda x=x, y=y: (pred := la.predict(x), _read(pred, y)))
-        default.append(read)
-        without.append(_read(without_rule(pred), y))
+        found["default"].append(read)
+        for name in list(settings)[1:]:
+            found[name].append(_read(under(pred, *settings[name]), y))
         taken += time["cpu"]
-    answers = [[torch.cat(parts) for parts in zip(*made, strict=True)] for made in (default, without)]
     unknown = None
     if problem.unknown is not None:
         unknown = torch.cat([la.predict(some).ood_score for some in problem.unknown.split(FORWARD)])
-    wider = None if unknown is None else unknown / choice.scale  # a variance, as the score of the known inputs is
     pushed = [la.predict(x, joint=True) for x in problem.test[0][:JOINT].split(PIECE)]
-    preds = (iter(pushed), map(without_rule, pushed))
-    labels_of = [together(lambda _, y, some=some: drawn(next(some), y), *problem.test) for some in preds]
-    seconds = {**seconds, "predict": taken}
-    return Answer(*answers[0], unknown, labels_of[0], seconds), Answer(*answers[1], wider, labels_of[1])
+    out = {}
+    for name, (s, a) in settings.items():
+        loss, probs, known = (torch.cat(parts) for parts in zip(*found[name], strict=True))
+        wider = None if unknown is None else unknown * (s / choice.scale)  # a variance, as that of the known inputs is
+        preds = iter([under(pred, s, a) for pred in pushed])
+        jointly = together(lambda _, y, preds=preds: drawn(next(preds), y), *problem.test)
+        out[name] = Answer(
+            loss, probs, known, wider, jointly, {**seconds, "predict": taken} if name == "default" else {}
+        )
+    return out
 
 
 def _read(pred: lw.Prediction, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,8 +184,8 @@ def answers(problem: Problem, columns: tuple[str, ...]) -> tuple[dict[str, Answe
     if "layerwise" in columns:
         made["layerwise"] = predicted(*_of(problem, "dirichlet", structure="kron", prior="layerwise"))
     la, seconds = laplace(problem, "classification")
-    made["default"], made["dirichlet"] = both(la, problem, seconds)
-    return {c: made[c] for c in columns if c in made}, _chosen(la)
+    made |= both(la, problem, seconds)
+    return {c: made[c] for c in (*columns, "labelled") if c in made}, _chosen(la)
 
 
 def _of(problem: Problem, likelihood: str, **options: Any) -> tuple[lw.Laplace, Problem, dict[str, float]]:
@@ -213,6 +229,8 @@ def scored(problem: Problem, columns: tuple[str, ...]) -> dict[str, Any]:
     if "temperature" in found:  # judged where no label of its own is
         default, beside, other = (found[c].first(problem.unchosen) for c in ("default", "temperature", "network"))
         scores["temperature"] = score(beside, other, y[: problem.unchosen])
+        if "labelled" in found:
+            scores["labelled"] = score(found["labelled"].first(problem.unchosen), other, y[: problem.unchosen])
         d = default.loss - beside.loss
         scores["default"]["beside temperature"] = [len(d), float(d.mean()), float(d.var())]
     return {"n_train": len(problem.train[1]), "n_test": len(y), "choice": chosen, "columns": scores}

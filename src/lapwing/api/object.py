@@ -159,7 +159,8 @@ class Laplace(Judged):
         compared on afterwards), and is biased where they are no mode.
         method: "mackay" iterates λ = γ/‖v̄‖² (the default at "tangent"); "evidence" follows the gradient (at "map");
         "em" is mackay with γ from samples (matrix_free only, and its default);
-        "validation" searches for what predicts held-out `data` best: the prior, and the noise or temperature.
+        "validation" searches for what predicts held-out `data` best: the prior, and the noise or temperature; of
+        "classification", how sure predictions may be, under the prior that the evidence picks.
         fixed: hyperparameters to hold. mean: that predictions will be about: for "network" a learnt noise is held at or
         above the network's residuals; for "tangent", as in predict(mean="tangent"), those of h(x, v*) are enough.
         progress: a bar over the steps of the search.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lapwing import given, tune
 from lapwing.api.choices import checked_center, checked_mean
 from lapwing.arguments import as_shard
-from lapwing.calibration import calibrate, with_process
+from lapwing.calibration import calibrate, chosen_by, with_process
 from lapwing.center import about_constant, check_gaussian
 from lapwing.data import ranks_of
 from lapwing.errors import InvalidValue
@@ -27,7 +27,9 @@ def tuned(
     progress: bool = False,
 ) -> Laplace:
     """As `Laplace.tuned` says."""
-    if la.mean == "auto" and la.likelihood.classes and method != "validation" and center in (None, "map"):
+    if la.mean == "auto" and la.likelihood.classes and center in (None, "map"):
+        if method == "validation":
+            return _by_labels(la, data, fixed, mean, progress)
         return _calibrated(la, method, fixed, data, mean, progress)
     center = center or "tangent"
     if checked_mean(mean) == "auto":
@@ -90,11 +92,35 @@ def _calibrated(
     return replace(found, data=batches, temperature=chosen.choice.scale, calibration=chosen)
 
 
-def _validated(la: Laplace, data: Any, fixed: tuple[str, ...], progress: bool) -> Laplace:
-    """Tuned on held-out data; v* is not looked at, and solved for again when it is needed."""
+def _by_labels(la: Laplace, data: Any, fixed: Any, mean: str, progress: bool) -> Laplace:
+    """The prior as it was chosen, or as the evidence picks it, and how sure predictions may be by held-out labels."""
+    if fixed or mean not in ("network", "auto"):
+        raise InvalidValue(
+            "held-out labels choose how sure a classification may be, and leave the prior to the evidence; drop "
+            f"{f'fixed={fixed!r}' if fixed else f'mean={mean!r}'}, or fit with likelihood='dirichlet'"
+        )
+    batches = _held_out(la, data)
+    la = la if la.calibration is not None else _calibrated(la, None, (), None, "network", progress)
+    assert la.calibration is not None
+    known = replace(la.forgetful(), center="map")  # at temperature 1
+    chosen = chosen_by(la.calibration, known.spread, la.likelihood.predictive, batches, progress)
+    at_bound = ("temperature",) if chosen.narrow else ()
+    tune.warn_bound(at_bound, "held-out data prefer the plain network")
+    trace = (-chosen.choice.network, -chosen.choice.left_out)
+    tuning = tune.Tuning("validation", "map", trace, len(trace), True, at_bound, passes=1)
+    return replace(known, data=la.data, temperature=chosen.choice.scale, calibration=chosen, tuning=tuning)
+
+
+def _held_out(la: Laplace, data: Any) -> Any:
+    """Batches of data that the fit has not seen."""
     if data is None:
         raise InvalidValue("method='validation' needs held-out data, other than the fit's: pass data=")
-    batches = as_shard(data, ranks_of(la.data))
+    return as_shard(data, ranks_of(la.data))
+
+
+def _validated(la: Laplace, data: Any, fixed: tuple[str, ...], progress: bool) -> Laplace:
+    """Tuned on held-out data; v* is not looked at, and solved for again when it is needed."""
+    batches = _held_out(la, data)
     start = (la.state, la.prior, la.likelihood, batches, fixed, la.temperature, la.memory_budget)
     found = tune.validation(*start, progress=progress)
     return replace(la.forgetful(), prior=found[0], likelihood=found[1], temperature=found[2], tuning=found[3])

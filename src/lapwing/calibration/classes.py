@@ -41,6 +41,7 @@ FLOOR = 0.75  # of 1/T, for a
 MOST = 12.0  # for b
 LEAST_SCALE = 2.0**-14  # for s, so that error bars do not vanish; it costs about 1e-5 nats
 MODEST = 0.25  # nats a row, by which a network may say less of its training data than it knows
+MOST_SURE = 2.0  # for a, where held-out labels choose: they may find a network not sure enough
 COOLEST = 8.0  # for T, by the premium
 FEW = 4000  # examples up to which labels are pooled, and logits cooled: with more, networks outgrow fixed features
 HALF = 0.5  # the least R²
@@ -61,11 +62,11 @@ class CalibrationRows:
     labels: Tensor | None = None
     doubt: Tensor | None = None
 
-    def loss(self, s: float, f: Tensor, more: Tensor | None = None) -> Tensor:
+    def loss(self, s: float | Tensor, f: Tensor, more: Tensor | None = None) -> Tensor:
         """−log E_e p(y | f + √s e), (..., m), at logits f (..., m, c). more: nodes (j, m, c) beside those of e."""
-        if s == 0 and more is None:
+        if not isinstance(s, Tensor) and s == 0 and more is None:
             return -self.likelihood.log_prob(f, self.y.expand(*f.shape[:-2], *self.y.shape))
-        nodes = f.unsqueeze(-3) + (math.sqrt(s) * self.e + (0.0 if more is None else more))  # (..., j, m, c)
+        nodes = f.unsqueeze(-3) + (s**0.5 * self.e + (0.0 if more is None else more))  # (..., j, m, c)
         y = self.y.expand(*nodes.shape[:-2], *self.y.shape)
         return math.log(len(self.e)) - self.likelihood.log_prob(nodes, y).logsumexp(-2)
 
@@ -122,7 +123,7 @@ def choose(rows: CalibrationRows) -> Choice:
 def _pooled(rows: CalibrationRows, s: float, T: float) -> tuple[float, float] | None:
     """(a, b) of the least left-out loss; None where that is not better than (1, 0) by two standard errors."""
     low, high = torch.tensor([FLOOR / T, 0.0]).double(), torch.tensor([1.0, MOST]).double()
-    at = _boxed(lambda w: rows.left_out(s, w[0], w[1]).mean(), torch.tensor([1.0, 0.0]).double(), low, high)
+    at = boxed(lambda w: rows.left_out(s, w[0], w[1]).mean(), torch.tensor([1.0, 0.0]).double(), low, high)
     a, b = at.tolist()
     gain = rows.left_out(s, 1.0, 0.0) - rows.left_out(s, a, b)
     return (a, b) if float(gain.mean()) > 2 * float(gain.std()) / math.sqrt(len(gain)) else None
@@ -162,7 +163,7 @@ def _lowest(loss: Callable[[float], float], low: float, high: float) -> float:
     return min((best, high), key=loss)
 
 
-def _boxed(loss: Callable[[Tensor], Tensor], start: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def boxed(loss: Callable[[Tensor], Tensor], start: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """argmin in a box, by projected Newton steps that are halved until they help."""
     w, value = start, loss(start)
     for _ in range(40):

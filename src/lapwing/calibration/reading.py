@@ -54,7 +54,7 @@ class Seen:
         """Nodes (j, m, c) of what the targets of others leave open, about its mean."""
         assert self.targets is not None
         z = quasi_normal(NODES, 2 * self.f.shape[-1]).to(self.f)[:, self.f.shape[-1] :]  # not those of e
-        return self.targets.doubt[:, None] * (z @ _symmetric_root(self.targets.between))[:, None]
+        return self.targets.doubt[:, None] * (z @ symmetric_root(self.targets.between))[:, None]
 
     @property
     def r2(self) -> float:
@@ -98,7 +98,7 @@ def read(
     return Seen(f, e, y, n, features, *fits)
 
 
-def _symmetric_root(B: Tensor) -> Tensor:
+def symmetric_root(B: Tensor) -> Tensor:
     """B^½ (c, c). Observations of one-hot labels have a singular B: among its other roots rounding would choose."""
     values, vectors = torch.linalg.eigh(B)
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
@@ -112,16 +112,16 @@ def _observed(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 def _rows(posterior: Gaussian, likelihood: Likelihood, x: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """f (m, c), e (j, m, c) and y."""
     made = posterior.outputs(x)
-    return flat_outputs(made.mean).double(), _nodes(made), flat_targets(likelihood, made.mean, y)
+    return flat_outputs(made.mean).double(), nodes_of(made, NODES), flat_targets(likelihood, made.mean, y)
 
 
-def _nodes(made: Outputs) -> Tensor:
+def nodes_of(made: Outputs, j: int) -> Tensor:
     """Of outputs about their mean, (j, m, c)."""
     f = flat_outputs(made.mean).double()
     if made.normal:  # the same nodes as `doubt` has, so that the two together are of one set
         root = psd_root(made.marginal.double().reshape(*f.shape, f.shape[-1]))
-        return torch.einsum("nab,jb->jna", root, quasi_normal(NODES, 2 * f.shape[-1]).to(f)[:, : f.shape[-1]])
-    return made.nodes(torch.arange(len(f), device=f.device), None).f[:NODES] - f
+        return torch.einsum("nab,jb->jna", root, quasi_normal(j, 2 * f.shape[-1]).to(f)[:, : f.shape[-1]])
+    return made.nodes(torch.arange(len(f), device=f.device), None).f[:j] - f
 
 
 def _no_sums(phi: Tensor, f: Tensor) -> list[Tensor]:

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.calibration.classes import FEW, HALF, CalibrationRows, Choice, choose
+from lapwing.calibration.classes import (
+    FEW,
+    HALF,
+    LEAST_SCALE,
+    MOST_SURE,
+    CalibrationRows,
+    Choice,
+    choose,
+)
 from lapwing.calibration.features import COUNT, InputFeatures, suits
 from lapwing.calibration.reading import read
 from lapwing.calibration.ridge import RidgeFit
@@ -39,6 +47,7 @@ class Calibration:
     features: InputFeatures | None = None
     labels: RidgeFit | None = None
     process: float = 0.0  # the weight of the process in the mixture
+    held_out: int = 0  # labels that no training saw, if the choice is by those
 
     def applied(self, made: Outputs, x: Any) -> Outputs:
         """Outputs at x with a f + b m for their mean; V in their covariance is that of the temperature s."""
@@ -46,14 +55,15 @@ class Calibration:
         if self.features is None or self.labels is None:
             return made if a == 1 else made.moved((a - 1) * made.mean)
         assert isinstance(made, Normal)  # others have no features
-        phi = self._features(x)
+        phi = self.featured(x)
         half = phi @ self.labels.root
         shape = "nd,md,ab->namb" if made.joint else "nd,nd,ab->nab"
         more = b**2 * torch.einsum(shape, half, half, self.labels.between)
         mean, cov = a * made.mean + (b * self.labels(phi)).to(made.mean), made.covariance + more.to(made.covariance)
         return replace(made, mean=mean, covariance=cov)
 
-    def _features(self, x: Any) -> Tensor:
+    def featured(self, x: Any) -> Tensor:
+        """φ (n, d) of inputs."""
         assert self.features is not None
         if not suits(x) or x[0].numel() != len(self.features.center):
             raise InvalidValue(
@@ -61,6 +71,12 @@ class Calibration:
                 "predict(mean='network')"
             )
         return self.features(x)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether no error bars, and logits as they were, are left."""
+        one = self.choice
+        return one.scale < 1.01 * LEAST_SCALE and abs(one.a - 1) < 0.01 and not one.b
 
     @property
     def by_features(self) -> bool:
@@ -83,6 +99,9 @@ class Calibration:
         one = self.choice
         if self.process:
             return "a weight that is the same for all fits"
+        if self.held_out:
+            found = f"−log p {one.left_out:.4g} where the training data's choice has {one.network:.4g}"
+            return f"by {self.held_out:,} held-out labels: {found}"
         words = f"its training data cost {one.premium:.3g} nats more a row"
         if not self.by_features:
             return words
@@ -95,7 +114,7 @@ class Calibration:
     def findings(self) -> tuple[str, ...]:
         """What a user should know of how it was chosen."""
         one = self.choice
-        if self.process:
+        if self.process or self.held_out:
             return ()
         if not self.by_features:
             why = "its inputs have no features that examples could be left out by"
@@ -153,7 +172,8 @@ def pack(calibration: Calibration | None) -> tuple[dict[str, Tensor], dict[str, 
         tensors = {f"calibration.{name}": getattr(calibration.features, name) for name in ("center", "scale")}
         tensors |= {f"calibration.{name}": getattr(calibration.labels, name) for name in KEPT}
         tensors["calibration.waves"] = calibration.features.fingerprint
-    return tensors, {"calibration": {"choice": numbers, "n": calibration.n, "process": calibration.process}}
+    told = {"n": calibration.n, "process": calibration.process, "held_out": calibration.held_out}
+    return tensors, {"calibration": {"choice": numbers, **told}}
 
 
 def unpack(entries: Entries, held: Tensors) -> Calibration | None:
@@ -163,18 +183,18 @@ def unpack(entries: Entries, held: Tensors) -> Calibration | None:
         return None
     inner = Entries(spec)
     numbers, n = inner.take("choice", "dict"), inner.take("n", "int", 1)
-    process = inner.take("process", "float", 0.0, 1.0)
+    process, held_out = inner.take("process", "float", 0.0, 1.0), inner.take("held_out", "int", 0)
     inner.done()
     if set(numbers) != {one.name for one in fields(Choice)}:
         raise BrokenFile(f"its calibration has the numbers {list(numbers)}")
     numbers = {key: math.nan if v is None else v for key, v in numbers.items()}
     choice = Choice(**unpack_plain(Choice, numbers, "its calibration"))
-    if not (0 < choice.scale <= 1 and 0 < choice.a <= 1 and 0 <= choice.b < math.inf):
+    if not (0 < choice.scale <= 1 and 0 < choice.a <= (MOST_SURE if held_out else 1) and 0 <= choice.b < math.inf):
         raise BrokenFile(f"its calibration multiplies by {choice.scale}, {choice.a} and {choice.b}")
     if process and (choice.b or choice.a != 1):
         raise BrokenFile("its calibration is of classes, and mixes a process in")
     if not choice.b:
-        return Calibration(choice, n, process=process)
+        return Calibration(choice, n, process=process, held_out=held_out)
     center, double = held.finite("calibration.center", dtype=torch.float64), torch.float64
     offset = held.finite("calibration.offset", dtype=double)
     if center.ndim != 1 or offset.ndim != 1:
@@ -187,4 +207,4 @@ def unpack(entries: Entries, held: Tensors) -> Calibration | None:
     waves = held.finite("calibration.waves", (2,), double)
     if not torch.allclose(waves, features.fingerprint, rtol=1e-9):
         raise BrokenFile("its calibration is by other random features than this PyTorch makes of the same seed")
-    return Calibration(choice, n, features, labels)
+    return Calibration(choice, n, features, labels, held_out=held_out)

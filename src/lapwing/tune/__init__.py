@@ -1,6 +1,6 @@
 """Tuning: the prior and noise that the evidence picks."""
 
-from lapwing.tune.bounds import Tuning
+from lapwing.tune.bounds import Tuning, warn_bound
 from lapwing.tune.em import em
 from lapwing.tune.evidence import evidence
 from lapwing.tune.fixed_point import mackay
@@ -17,5 +17,6 @@ __all__ = [
     "mackay",
     "slope",
     "validation",
+    "warn_bound",
     "warn_no_mode",
 ]
