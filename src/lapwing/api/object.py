@@ -314,12 +314,12 @@ class Laplace(Judged):
         return self.data if data is None else as_shard(data, ranks_of(self.data))
 
     def jacobian(self, batches: Any, progress: bool = False) -> Jacobian:
-        """J over the data, kept where its rows fit the memory budget."""
+        """J over the data, kept where it fits the memory budget: as rows, or as the inputs of a last layer."""
         known = self.state.memo.jacobian
         if known is not None and known.batches is batches:
             return known
         found = read(self.state, self.likelihood, batches, self.memory_budget, progress)
-        if found.rows is not None:
+        if found.held:
             self.state.memo.jacobian = found
         return found
 

@@ -27,8 +27,8 @@ from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg, plus
 from lapwing.posterior import curvature
 
-EXACT = 1e-10  # tolerance with the rows of J in memory
-STREAMED = 2.5e-4  # with J by passes
+EXACT = 1e-10  # tolerance with the rows of J, or the Hessian, in memory
+STREAMED = 2.5e-4  # with J by passes, or of a last layer whose Hessian is too large
 SEARCH_STEPS = 500  # towards v*, at the most
 PATIENCE = 20  # steps after which P becomes the Hessian
 
@@ -88,7 +88,7 @@ def tangent_map(
     structure, stretch = curvature(state, likelihood), 1.0 if start is None else start.stretch
     precision = plus(stretched(structure, stretch), a)
     density = TangentJoint(jacobian, likelihood, precision, a, prior.mean_vector())
-    tolerance = tolerance or (EXACT if jacobian.rows is not None else STREAMED)
+    tolerance = tolerance or (EXACT if jacobian.rows is not None or density.has_hessian else STREAMED)
     theta, passes_before = state.tangent.theta.to(torch.float64), jacobian.passes
     v = theta if start is None else start.vector
     z = _outputs(jacobian, start, v, theta)
