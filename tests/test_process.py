@@ -92,6 +92,12 @@ def test_the_process_is_regression_about_a_constant(kind: str, seed: int, form: 
     both = la.predict(new, mean="mixture")
     close(both.f_mean, 0.5 * (mean + net(new).detach()))
     assert len(both.outputs.parts) == 2
+    three = la.predict(new, mean={"process": 3, "network": 1})
+    close(three.f_mean, 0.75 * mean + 0.25 * net(new).detach())
+    alone = [la.predict(new, mean=one).log_prob(y[:4]) for one in ("process", "network")]
+    shares = torch.tensor([[0.75], [0.25]], dtype=torch.float64)
+    close(three.log_prob(y[:4]), torch.logsumexp(torch.stack(alone) + shares.log(), 0))
+    close(la.predict(new, mean={"process": 2}).f_mean, mean)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "dirichlet"])
