@@ -186,11 +186,11 @@ class Laplace(Judged):
         return replace(self, state=self.state.structure.gathered(self.state, self.spread.precision))
 
     @torch.inference_mode(False)
-    def recentered(self, data: Any = None, center: str = "tangent") -> Laplace:
+    def recentered(self, data: Any = None, center: str = "tangent", *, progress: bool = False) -> Laplace:
         """The same prior and noise, centered at the tangent MAP v*: the evidence, and draws, are taken there. Or at the
         mode of the process about a constant, center="process"."""
         batches = self.read_again(data, "recentered()")
-        found = self._found(checked_center(center), self.prior, self.likelihood, batches)
+        found = self._found(checked_center(center), self.prior, self.likelihood, batches, progress)
         return replace(self, center=center, at=found, data=batches)
 
     @torch.inference_mode(False)
@@ -332,15 +332,17 @@ class Laplace(Judged):
         return found
 
     @torch.inference_mode(False)
-    def _found(self, center: str, prior: Any = None, likelihood: Any = None, batches: Any = None) -> Center:
+    def _found(
+        self, center: str, prior: Any = None, likelihood: Any = None, batches: Any = None, progress: bool = False
+    ) -> Center:
         """v* of the tangent model or of the process, started from that of this object where it is known."""
         prior, likelihood = check_gaussian(self.prior if prior is None else prior), likelihood or self.likelihood
         if batches is None:
             batches = self.read_again(None, "a tangent center for another prior or noise", " to recentered()")
-        jacobian = self.jacobian(batches)
+        jacobian = self.jacobian(batches, progress)
         jacobian = about_constant(jacobian, likelihood) if center == "process" else jacobian
         start = self.at if self.center == center else None
-        return tangent_map(self.center_state, prior, likelihood, jacobian, start).alone()
+        return tangent_map(self.center_state, prior, likelihood, jacobian, start, progress=progress).alone()
 
     @property
     def streams(self) -> bool:

@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from lapwing import priors
 from lapwing.center.jacobian import Jacobian
@@ -77,10 +78,12 @@ def tangent_map(
     tolerance: float | None = None,
     strict: bool = True,
     steps: int | None = None,
+    progress: bool = False,
 ) -> Center:
     """v* for this prior and noise, from `start` (the trained weights unless given) to a residual of `tolerance`.
 
-    Raises NotConverged where that is not reached in so many steps; with strict=False the residual says so.
+    Raises NotConverged where that is not reached in so many steps; with strict=False the residual says so. progress: a
+    bar over the steps, two passes each where J is not held.
     """
     check_gaussian(prior)
     a = prior.replace(precision=prior.precision.detach()).operator()
@@ -98,12 +101,14 @@ def tangent_map(
         v, z, start = v + move[0], z + move[1], None
     pulled = _pulled(density, start, z)
     residual, step, steps = float("inf"), 0, SEARCH_STEPS if steps is None else steps
-    for step in range(steps + 1):
+    bar = tqdm(range(steps + 1), "tangent map", disable=not progress, leave=False)
+    for step in bar:
         g = density.gradient(v, pulled)
         direction = linalg.solve(density.precision, g)
         residual = float((g * direction).sum().clamp(min=0).sqrt()) / density.size(v)
         if not residual < float("inf"):
             raise NotConverged(f"the gradient of the tangent model became {residual}; check targets, weights and noise")
+        bar.set_postfix_str(f"residual {residual:.2g}", refresh=False)
         rounding = density.rounding(v, z)
         goal = max(tolerance, rounding)
         if residual <= goal or step == steps:
@@ -120,6 +125,7 @@ def tangent_map(
             density = replace(density, precision=plus(stretched(structure, stretch), a))
         if step % PATIENCE == PATIENCE - 1 and density.has_hessian:
             density = replace(density, precision=plus(density.hessian(z), a))
+    bar.close()
     if strict and residual > goal:
         raise NotConverged(
             f"the tangent MAP ended at a residual of {residual:.3g} after {step} steps, for a tolerance of "
