@@ -168,6 +168,56 @@ def test_a_last_layer_is_the_neural_linear_model() -> None:
 # -- the object --------------------------------------------------------------------------------------------------
 
 
+class Counting(nn.Module):
+    """A frozen backbone that counts the examples that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(3, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "positions"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_features_of_a_frozen_backbone_are_read_once(kind: str, bias: bool, structure: str) -> None:
+    _, x, y, likelihood = problem("gaussian" if kind == "positions" else kind, n=280)
+    if kind == "positions":
+        x, y = x.reshape(140, 2, 3), y.reshape(140, 2, 2)
+    torch.manual_seed(0)
+    net = nn.Sequential(Counting(), nn.Linear(4, 2, bias=bias)).double()
+    made = [
+        lw.laplace(net, data, likelihood, structure=structure, subset="last_layer", prior=0.7, memory_budget=budget)
+        for data, budget in (((x, y), None), (DataLoader(TensorDataset(x, y), 30), STREAMED))
+    ]
+    rows, head = (la.jacobian(la.data) for la in made)
+    assert rows.rows is not None
+    assert rows.head is None
+    assert head.rows is None
+    assert head.head is not None
+    v, u, root = draw(rows.rows.shape[1]), draw(*rows.f.shape), draw(*rows.f.shape, 3)
+    close(head.push(v), rows.push(v))
+    close(head.pull(u), rows.pull(u))
+    close(head.column_squares(), rows.column_squares())
+    dense_rows = torch.einsum("mcq,mcp->mqp", root, rows.rows.reshape(*rows.f.shape, -1)).flatten(0, 1)
+    close(head.head.gram(root), dense_rows.mT @ dense_rows)
+    net[0].seen = 0
+    exact, read = (la.tuned(center="tangent") for la in made)
+    close(read.tangent_map.vector, exact.tangent_map.vector, 1e-5)
+    close(read.log_evidence(), exact.log_evidence(), 1e-5)
+    assert read.tuning is not None
+    assert read.tuning.passes == 1
+    few = net[0].seen
+    for precision in (0.01, 100.0):
+        made[1].replace(prior=precision).recentered()
+    if kind != "positions":
+        made[1].predict(x[:1], mean="process")
+    assert net[0].seen - few < len(x)  # the one input, and a few that predictions are held to
+
+
 def test_a_center_can_be_asked_for_in_every_way() -> None:
     model, x, y, likelihood = problem("gaussian")
     la = lw.laplace(model, (x, y), likelihood, structure="kron")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from helpers import close
 from lapwing.certify import certify
 from lapwing.certify import inputs as new_inputs
 from lapwing.certify.comparison import _trace
@@ -577,3 +579,34 @@ def left_out(la: Any, J: Tensor, hessian: Tensor) -> float:
     ]
     mine, true = torch.stack(pairs).sum(0)
     return float(mine / true - 1)
+
+
+@pytest.mark.parametrize(("kind", "structure"), [("gaussian", "kron"), ("gaussian", "diag"), ("categorical", "diag")])
+def test_a_corrected_fit_has_the_summed_variance_of_the_true_posterior(
+    kind: str, structure: str, tmp_path: Any
+) -> None:
+    model, data = network(1), batch(1, kind, n=40)
+    new = torch.randn(30, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    fits = [lw.laplace(model, data, kind, structure=one, prior=0.5) for one in (structure, "full")]
+    before, true = (float(la.predict(new).f_var.sum()) for la in fits)
+    found = fits[0].certify(64, inputs=new)
+    mended = fits[0].corrected(found)
+    factor = 1 + found.variance.value
+    close(mended.predict(new).covariance, fits[0].predict(new).covariance / factor)
+    assert abs(before / true - factor) < 4 * found.variance.standard_error
+    assert abs(before / true - 1) > 4 * found.variance.standard_error  # there was something to correct
+    close(mended.log_evidence(), fits[0].log_evidence())
+    mended.save(tmp_path / "la")
+    close(lw.load(tmp_path / "la", model).predict(new).f_var, mended.predict(new).f_var)
+
+
+def test_a_certificate_of_another_fit_and_a_covariance_that_was_scaled_are_refused() -> None:
+    model, (x, y) = network(1), batch(1, "categorical", n=40)
+    kron, full = (lw.laplace(model, (x, y), "categorical", structure=one) for one in ("kron", "full"))
+    found = kron.certify(8, inputs=x)
+    with pytest.raises(InvalidValue, match="certificate of kron on 40 examples, and the fit is of full"):
+        full.corrected(found)
+    with pytest.raises(InvalidValue, match="scaled already"):
+        kron.corrected(found).corrected(found)
+    with pytest.raises(InvalidValue, match="does not tell variances"):
+        kron.corrected(replace(found, variance=None))

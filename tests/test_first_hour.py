@@ -400,6 +400,8 @@ def test_progress_is_shown_when_asked_for_and_only_then(capsys: pytest.CaptureFi
         "tuning": lambda p: la.tuned(progress=p),
         "predictions": lambda p: la.predict(x, progress=p),
         "products": lambda p: la.certify(4, progress=p),
+        "tangent map": lambda p: la.recentered(progress=p),
+        "leave one out": lambda p: la.leave_one_out(progress=p),
     }
     for label, run in runs.items():
         capsys.readouterr()

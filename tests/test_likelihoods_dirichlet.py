@@ -443,6 +443,38 @@ def test_bad_targets_are_named(case: int) -> None:
         lw.laplace(net, (torch.randn(4, 2, generator=seeded(0)), y), likelihood)
 
 
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]), "any number of labels a row.*'dirichlet_bernoulli'"),
+        (torch.tensor([[0.9, 0.0, 0.0], [0.4, 0.4, 0.2]]), "Divide each row by its sum"),
+        (torch.tensor([[3.0, -1.0, 0.5], [0.4, 0.4, 0.2]]), "regression targets"),
+        (torch.tensor([0, -100]), r"Ignoring\(likelihood, -100\)"),
+    ],
+)
+def test_bad_targets_are_told_what_to_do(targets: Tensor, says: str) -> None:
+    with pytest.raises(InvalidValue, match=says):
+        lw.laplace(nn.Linear(2, 3), (torch.randn(2, 2, generator=seeded(0)), targets), "classification")
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs", "says"),
+    [
+        (torch.tensor([0, 2, 3]).repeat(40), 6, "no example of 120 has the label 1, 4, 5, of 6 outputs"),
+        (torch.tensor([0, 1]).repeat(200), 9, "has the label 2, 3, 4, 5, 6 and 2 more, of 9 outputs"),
+        (torch.zeros(5).long() + 1, 3, "all 5 examples have the label 1"),
+        (torch.tensor([0, 1]).repeat(200), 2, ""),
+        (torch.tensor([0, 1]), 3, ""),
+    ],
+)
+def test_classes_without_examples_are_told_by_the_doctor(labels: Tensor, outputs: int, says: str) -> None:
+    x = torch.randn(len(labels), 2, generator=seeded(0))
+    found = lw.doctor(nn.Linear(2, outputs), (x, labels), "classification")
+    notes = [one.message for one in found.findings if one.severity == "note" and one.topic == "targets"]
+    assert len(notes) == bool(says)
+    assert not says or says in notes[0]
+
+
 @pytest.mark.parametrize("one", [Dirichlet, DirichletBernoulli])
 @pytest.mark.parametrize("epsilon", [0, -0.1, math.nan, math.inf, 1e-30, 1e9, [0.1, 0.2], "much"])
 def test_a_concentration_is_one_positive_number(one: Any, epsilon: Any) -> None:

@@ -7,6 +7,7 @@ left out       the same with a row of the data dropped, by brute force
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from helpers import close
+from lapwing.center import about_constant, tangent_map
 from lapwing.errors import InvalidValue, Unsupported
 
 CLASSES = 3
@@ -92,6 +94,12 @@ def test_the_process_is_regression_about_a_constant(kind: str, seed: int, form: 
     both = la.predict(new, mean="mixture")
     close(both.f_mean, 0.5 * (mean + net(new).detach()))
     assert len(both.outputs.parts) == 2
+    three = la.predict(new, mean={"process": 3, "network": 1})
+    close(three.f_mean, 0.75 * mean + 0.25 * net(new).detach())
+    alone = [la.predict(new, mean=one).log_prob(y[:4]) for one in ("process", "network")]
+    shares = torch.tensor([[0.75], [0.25]], dtype=torch.float64)
+    close(three.log_prob(y[:4]), torch.logsumexp(torch.stack(alone) + shares.log(), 0))
+    close(la.predict(new, mean={"process": 2}).f_mean, mean)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "dirichlet"])
@@ -157,17 +165,43 @@ def test_kron_and_matrix_free_solve_for_the_same_mean() -> None:
         close(la.predict(x, mean="process").f_mean, full, 1e-6)
 
 
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_directions_of_one_search_serve_every_prior_precision(structure: str) -> None:
+    """(G + λ)⁻¹b at 20 λ by one space of directions: known images, and a pass that checks each."""
+    net, x, y, likelihood = problem("dirichlet", n=10)
+    la = lw.laplace(net, (x, y), likelihood, structure=structure)
+    jacobian = about_constant(replace(la.jacobian(la.data), rows=None), likelihood)
+    target, variance = observed("dirichlet", y)
+    J, c = rows(net, x).flatten(0, 1), constant("dirichlet", y)
+    weighed, r = J / variance.reshape(-1, 1), (target - c).reshape(-1)
+    center, passes = None, []
+    for precision in torch.logspace(-2, 2, 20).tolist() * 2:
+        before = jacobian.passes
+        prior = la.prior.replace(precision=torch.tensor(precision, dtype=torch.float64))
+        center = tangent_map(la.state, prior, likelihood, jacobian, center, tolerance=1e-9)
+        passes.append(jacobian.passes - before)
+        exact = torch.linalg.solve(J.mT @ weighed + precision * torch.eye(J.shape[1]).double(), weighed.mT @ r)
+        close(center.vector, exact, 1e-7)
+    assert sum(passes[20:]) <= 2 * 20 < sum(passes[:20])
+
+
 def test_what_a_process_cannot_be_is_told() -> None:
     net, x, y, likelihood = problem("dirichlet")
     la = lw.laplace(net, (x, y), likelihood, structure="full")
     with pytest.raises(InvalidValue, match="mean must be one of"):
         la.predict(x, mean="own")
+    for wrong in ({}, {"own": 1}, {"mixture": 1}):
+        with pytest.raises(InvalidValue, match="a mixture of means is"):
+            la.predict(x, mean=wrong)
+    for weights in ({"process": -1.0, "network": 2.0}, {"process": 0.0}, {"process": "much"}):
+        with pytest.raises(InvalidValue, match="weights"):
+            la.predict(x, mean=weights)
     with pytest.raises(InvalidValue, match="one by one"):
         la.leave_one_out("mixture")
     with pytest.raises(InvalidValue, match="drop mean='process'"):
         la.predict(x, mean="process", via="network")
     kron = lw.laplace(net, (x[:2], y[:2]), likelihood, structure="diag", prior=1e-8)
-    with pytest.raises(InvalidValue, match="structure='full'"):
+    with pytest.warns(match="covariances of 'diag'"), pytest.raises(InvalidValue, match="structure='full'"):
         kron.leave_one_out()
     counts = lw.laplace(net, (x, torch.ones(9, 3).double()), "poisson")
     with pytest.raises(Unsupported, match="no constant outputs"):

@@ -54,11 +54,11 @@ class LeaveOneOut:
 @torch.inference_mode(False)
 @torch.no_grad()
 def leave_one_out(
-    posterior: Gaussian, likelihood: Likelihood, batches: Any, center: Center | None = None
+    posterior: Gaussian, likelihood: Likelihood, batches: Any, center: Center | None = None, progress: bool = False
 ) -> LeaveOneOut:
     """By one pass over the data of the fit; about the network's outputs, or about those of a center."""
     means, covs, scores, most = [], [], [], []
-    for x, y in passes(batches, posterior.tangent.device, label="leave one out"):
+    for x, y in passes(batches, posterior.tangent.device, progress, "leave one out"):
         made = posterior.outputs(x)
         fitted = flat_outputs(made.mean).double()
         made = made if center is None else about(made, posterior.tangent, x, center)

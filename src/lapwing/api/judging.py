@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -11,11 +12,14 @@ from lapwing.center import Center
 from lapwing.certify import Certificate, certify
 from lapwing.checkup import Check, checked
 from lapwing.curvature import State
-from lapwing.errors import InvalidValue, Unsupported
+from lapwing.errors import InvalidValue, Unsupported, warn
 from lapwing.leave_one_out import LeaveOneOut, leave_one_out
 from lapwing.operators import Samples
 from lapwing.priors import Prior
 from lapwing.shell import Shell
+
+if TYPE_CHECKING:
+    from lapwing.api.object import Laplace
 
 
 class Judged(Shell):
@@ -26,6 +30,8 @@ class Judged(Shell):
         prior: Prior
         center: str
         calibration: Any
+        temperature: float
+        tuning: Any
         memory_budget: int
         spread: Any
         streams: Any
@@ -62,32 +68,60 @@ class Judged(Shell):
             memory_budget=self.memory_budget,
         )
 
+    def corrected(self, certificate: Certificate) -> Laplace:
+        """With its covariance divided by what a certificate, made under this prior and noise, says that its variances
+        at new inputs are of the true posterior's: one number, kept in `la.temperature`. `certify(inputs=x)` with inputs
+        like those to come gives a better one than training inputs that are left out."""
+        if self.temperature != 1 or self.calibration is not None:
+            raise InvalidValue(
+                "the covariance was scaled already, by tuned() or another certificate; correct a fit of a likelihood "
+                "by its name ('dirichlet', 'gaussian'), tuned by the evidence"
+            )
+        if (certificate.n, certificate.structure) != (self.n, str(self.state.structure)):
+            raise InvalidValue(
+                f"this is a certificate of {certificate.structure} on {certificate.n:,} examples, and the fit is of "
+                f"{self.state.structure} on {self.n:,}; give la.corrected(la.certify(inputs=x))"
+            )
+        if certificate.variance is None or not certificate.variance.value > -1:
+            raise InvalidValue("the certificate does not tell variances at new inputs; make one by certify(inputs=x)")
+        tuning = None if self.tuning is None else replace(self.tuning, train_nll=())
+        return replace(cast("Laplace", self), temperature=1 / (1 + certificate.variance.value), tuning=tuning)
+
     def check(self, data: Any = None) -> Check:
         """Hold the posterior to some of its training data, and say in words what that means and what to call instead:
         its loss beside the network's, what draws cost beside what it reckons with, and examples that are left out where
         the structure is exact; and what a calibration was chosen by. Prints itself; `check.ok`, `check.findings`."""
         batches = self.read_again(data, "check")
-        exact = self.state.structure.bound == "exact" and self.state.factor.kind == "exact"
-        center = None if self.center == "map" or not exact else self._mode
+        center = None if self.center == "map" or not self._exact else self._mode
         return checked(self.spread, self.prior, self.likelihood, batches, center, self.calibration)
+
+    @property
+    def _exact(self) -> bool:
+        return self.state.structure.bound == "exact" and self.state.factor.kind == "exact"
 
     @property
     def _mode(self) -> Center:
         return self.process_map if self.center == "process" else self.tangent_map
 
     @torch.inference_mode(False)
-    def leave_one_out(self, mean: str = "process", data: Any = None) -> LeaveOneOut:
+    def leave_one_out(self, mean: str = "process", data: Any = None, *, progress: bool = False) -> LeaveOneOut:
         """Each training example by a posterior of all the others, in closed form: means, covariances and log scores.
         Exact for structure="full" of the model that `mean` names, "process" or "tangent"; for "network" one Newton step
-        from its outputs. It is optimistic: the features have seen the labels. See `docs/guide/evidence.md`."""
+        from its outputs. Other structures have their own covariances in it, with a warning, or are refused. It is
+        optimistic: the features have seen the labels. See `docs/guide/evidence.md`."""
         batches = self.read_again(data, "leave_one_out")
         if checked_mean(mean) in ("mixture", "auto"):
             raise InvalidValue(
                 f"mean={mean!r} is made of others, which are left out one by one: ask for 'network', 'tangent' or "
                 "'process'; what a calibration was chosen by is in la.calibration"
             )
+        if not self._exact:
+            warn(
+                f"leave_one_out() takes covariances of '{self.state.structure}' ({self.state.factor.kind} factor) for "
+                "those of the curvature, which may be far off at single examples; it is exact for structure='full'"
+            )
         center = None if mean == "network" else self.process_map if mean == "process" else self.tangent_map
-        return leave_one_out(self.spread, self.likelihood, batches, center)
+        return leave_one_out(self.spread, self.likelihood, batches, center, progress)
 
     @property
     def solve(self) -> Samples:

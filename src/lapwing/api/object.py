@@ -8,6 +8,7 @@ pred = la.predict(x)                           error bars
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lapwing import given, io, likelihoods, priors
 from lapwing.api import filing, other_data, tuning, words
-from lapwing.api.choices import checked_center, checked_mean
+from lapwing.api.choices import checked_center, checked_mean, weighed_means
 from lapwing.api.judging import Judged
 from lapwing.arguments import as_likelihood, as_prior, as_shard
 from lapwing.calibration import Calibration
@@ -27,7 +28,7 @@ from lapwing.curvature.data_root import source
 from lapwing.data import ranks_of
 from lapwing.errors import InvalidValue
 from lapwing.evidence import Evidence, decompose, effective_dimension
-from lapwing.outputs import Blend
+from lapwing.outputs import Blend, Outputs
 from lapwing.posterior import Gaussian, condition, placed
 from lapwing.posterior.mixture import log_weights
 from lapwing.predictive import FunctionSamples, Prediction, function_samples, predict
@@ -186,11 +187,11 @@ class Laplace(Judged):
         return replace(self, state=self.state.structure.gathered(self.state, self.spread.precision))
 
     @torch.inference_mode(False)
-    def recentered(self, data: Any = None, center: str = "tangent") -> Laplace:
+    def recentered(self, data: Any = None, center: str = "tangent", *, progress: bool = False) -> Laplace:
         """The same prior and noise, centered at the tangent MAP v*: the evidence, and draws, are taken there. Or at the
         mode of the process about a constant, center="process"."""
         batches = self.read_again(data, "recentered()")
-        found = self._found(checked_center(center), self.prior, self.likelihood, batches)
+        found = self._found(checked_center(center), self.prior, self.likelihood, batches, progress)
         return replace(self, center=center, at=found, data=batches)
 
     @torch.inference_mode(False)
@@ -217,7 +218,7 @@ class Laplace(Judged):
         x: Any,
         link: str = "auto",
         joint: bool = False,
-        mean: str | None = None,
+        mean: str | Mapping[str, float] | None = None,
         via: str = "tangent",
         *,
         samples: int = 64,
@@ -233,11 +234,12 @@ class Laplace(Judged):
         mean: what predictions are about. "auto" is that of la.calibration, and the default of a task; "network" is the
         default of likelihoods; "tangent" for h(x, v̄), the same while the center is the trained weights; "process" for
         c + J v, the mean of a Gaussian process with the tangent kernel and a constant prior mean, solved for on the
-        data of the fit where it is not known; "mixture" of the network's and the process's, in equal parts.
+        data of the fit where it is not known; "mixture" of the network's and the process's, in equal parts;
+        {"network": 3, "process": 1} a mixture with these weights.
         via: "tangent", or "network" to draw `samples` weights about the trained ones and run the network itself: that
         underfits.
         """
-        if mean is not None and checked_mean(mean) != "network" and via == "network":
+        if mean is not None and [*weighed_means(mean)] != ["network"] and via == "network":
             raise InvalidValue(f"via='network' has a mean of its own, that of its runs; drop mean={mean!r}")
         mean = mean or ("network" if via == "network" else self.mean)
         warn_unfit(self._training_nll)
@@ -245,7 +247,7 @@ class Laplace(Judged):
         return predicted(ask, self.tangent, x, joint, progress, generator)
 
     def _predicted(
-        self, link: str, joint: bool, mean: str, via: str, samples: int, generator: Any, inputs: Any
+        self, link: str, joint: bool, mean: Any, via: str, samples: int, generator: Any, inputs: Any
     ) -> Prediction:
         likelihood, chosen = self.likelihood.plain, self.calibration if mean == "auto" else None
         if (chosen is None and mean in ("network", "auto")) or (mean == "tangent" and self.center == "map"):
@@ -255,11 +257,17 @@ class Laplace(Judged):
         made = self.spread.outputs(inputs, joint, samples=samples, generator=generator)
         if chosen is not None and not chosen.process:
             return Prediction(likelihood.predictive, chosen.applied(made, inputs), link)
-        own = about(made, self.tangent, inputs, self.tangent_map if mean == "tangent" else self.process_map)
-        if mean in ("mixture", "auto"):
-            share = 0.5 if chosen is None else chosen.process
-            own = Blend((made, own), log_weights([1 - share, share], 2))
+        share = None if chosen is None else {"network": 1 - chosen.process, "process": chosen.process}
+        parts = weighed_means(mean) if share is None else share
+        found = tuple(self._about(one, made, inputs) for one in parts)
+        own = found[0] if len(found) == 1 else Blend(found, log_weights([*parts.values()], len(found)))
         return Prediction(likelihood, own, link)
+
+    def _about(self, mean: str, made: Outputs, inputs: Any) -> Outputs:
+        """Outputs about the network's, moved to this mean."""
+        if mean == "network" or (mean == "tangent" and self.center == "map"):
+            return made
+        return about(made, self.tangent, inputs, self.tangent_map if mean == "tangent" else self.process_map)
 
     @cached_property
     def _training_nll(self) -> tuple[float, ...]:
@@ -315,25 +323,27 @@ class Laplace(Judged):
         return self.data if data is None else as_shard(data, ranks_of(self.data))
 
     def jacobian(self, batches: Any, progress: bool = False) -> Jacobian:
-        """J over the data, kept where its rows fit the memory budget."""
+        """J over the data, kept where it fits the memory budget: as rows, or as the inputs of a last layer."""
         known = self.state.memo.jacobian
         if known is not None and known.batches is batches:
             return known
         found = read(self.state, self.likelihood, batches, self.memory_budget, progress)
-        if found.rows is not None:
+        if found.held:
             self.state.memo.jacobian = found
         return found
 
     @torch.inference_mode(False)
-    def _found(self, center: str, prior: Any = None, likelihood: Any = None, batches: Any = None) -> Center:
+    def _found(
+        self, center: str, prior: Any = None, likelihood: Any = None, batches: Any = None, progress: bool = False
+    ) -> Center:
         """v* of the tangent model or of the process, started from that of this object where it is known."""
         prior, likelihood = check_gaussian(self.prior if prior is None else prior), likelihood or self.likelihood
         if batches is None:
             batches = self.read_again(None, "a tangent center for another prior or noise", " to recentered()")
-        jacobian = self.jacobian(batches)
+        jacobian = self.jacobian(batches, progress)
         jacobian = about_constant(jacobian, likelihood) if center == "process" else jacobian
         start = self.at if self.center == center else None
-        return tangent_map(self.center_state, prior, likelihood, jacobian, start).alone()
+        return tangent_map(self.center_state, prior, likelihood, jacobian, start, progress=progress).alone()
 
     @property
     def streams(self) -> bool:

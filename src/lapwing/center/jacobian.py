@@ -1,6 +1,7 @@
 """J over all the data of a fit, as products: J v is (m, c) and Jᵀu is (p,), for m rows of outputs, one a position.
 
-The data are read once (`read`): outputs and targets stay in memory, J itself as rows where they fit, else by passes.
+The data are read once (`read`): outputs and targets stay in memory, J itself as rows where they fit; of a last layer
+that nothing follows as that layer's inputs (`Head`), whatever is before it; else it is known by passes.
 """
 
 from __future__ import annotations
@@ -18,16 +19,55 @@ from lapwing import data as loading
 from lapwing import fixed
 from lapwing.curvature import BUDGET, State
 from lapwing.curvature.accumulate import flat_outputs, flat_targets
+from lapwing.curvature.capture import Record
 from lapwing.curvature.cover import cover
 from lapwing.curvature.rows import RowMaker
 from lapwing.curvature.state import differing
 from lapwing.distributed import Ranks
 from lapwing.errors import InvalidValue, Unsupported
 from lapwing.likelihoods import Likelihood
+from lapwing.operators import OuterRows
 from lapwing.tangent import TangentModel
 from lapwing.tangent.rows import units
 
 HELD_ROWS_BYTES = 2**28  # of rows, for one output, up to which they are kept
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """J of a last layer, f = W a: at the columns `index` it is I ⊗ a."""
+
+    index: Tensor  # where W (c, i), row-major, stands among the parameters, (c·i,)
+    a: Tensor  # (m, i), float64
+
+    def push(self, v: Tensor) -> Tensor:
+        """J v = V a, (p,) -> (m, c)."""
+        return self.a @ v[self.index].reshape(-1, self.a.shape[1]).mT
+
+    def pull(self, u: Tensor) -> Tensor:
+        """Jᵀu = Σ u ⊗ a, (m, c) -> (p,)."""
+        return self._placed(u.mT @ self.a)
+
+    def column_squares(self) -> Tensor:
+        """diag JᵀJ, (p,)."""
+        outputs = len(self.index) // self.a.shape[1]
+        return self._placed(self.a.square().sum(0).expand(outputs, -1))
+
+    def gram(self, root: Tensor) -> Tensor:
+        """Σ (S Sᵀ) ⊗ a aᵀ for roots S (m, c, q), (p, p), made of HELD_ROWS_BYTES of rows at a time."""
+        p = len(self.index)
+        found, step = self.a.new_zeros(p, p), max(1, HELD_ROWS_BYTES // (8 * p * root.shape[2]))
+        for S, a in zip(root.split(step), self.a.split(step), strict=True):
+            rows = torch.einsum("mcq,mi->mqci", S, a).reshape(-1, p)
+            found += rows.mT @ rows
+        out = torch.empty_like(found)
+        out[self.index[:, None], self.index] = found
+        return out
+
+    def _placed(self, matrix: Tensor) -> Tensor:
+        out = matrix.new_zeros(len(self.index))
+        out[self.index] = matrix.reshape(-1)
+        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +81,7 @@ class Jacobian:
     y: Tensor
     shapes: tuple[torch.Size, ...]  # of the outputs of each batch
     rows: Tensor | None  # (m·c, p), float64
+    head: Head | None = None  # where rows are not held
     constant: Tensor | None = None  # c (c,), where f is that of a process with a constant prior mean (`process.py`)
     counter: Counter[str] = field(default_factory=Counter)  # of passes so far; it counts as the data are read
 
@@ -64,14 +105,21 @@ class Jacobian:
         return self.ranks.total(sums, "the tangent map")
 
     @property
+    def held(self) -> bool:
+        """Whether products with J are in float64 and take no pass over the data."""
+        return self.rows is not None or self.head is not None
+
+    @property
     def eps(self) -> float:
         """Of the numbers that products with J are made in."""
-        return torch.finfo(torch.float64 if self.rows is not None else self.tangent.dtype).eps
+        return torch.finfo(torch.float64 if self.held else self.tangent.dtype).eps
 
     def push(self, v: Tensor) -> Tensor:
         """J v, (p,) -> (m, c)."""
         if self.rows is not None:
             return (self.rows @ v).reshape(self.f.shape)
+        if self.head is not None:
+            return self.head.push(v)
         v = self.ranks.same(v, "directions of the tangent map")
         with self.ranks.sharing_errors("a pass of the tangent map"):
             return torch.cat([self.f[:0], *(self._push(x, v) for x, _, _ in self._each())])
@@ -80,6 +128,8 @@ class Jacobian:
         """Jᵀu, (m, c) -> (p,)."""
         if self.rows is not None:
             return self.total(u.reshape(-1) @ self.rows)[0]
+        if self.head is not None:
+            return self.total(self.head.pull(u))[0]
         pulled = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
         with self.ranks.sharing_errors("a pass of the tangent map"):
             for x, index, shape in self._each():
@@ -92,9 +142,11 @@ class Jacobian:
         return self.ranks.totals(likelihood.statistics(z, self.y) if len(z) else none, "statistics")
 
     def column_squares(self, probes: int = 4) -> Tensor:
-        """diag JᵀJ, (p,): exactly from rows, else an estimate with random signs, E(Jᵀε)² = diag JᵀJ."""
+        """diag JᵀJ, (p,): exact where J is held, else an estimate with random signs, E(Jᵀε)² = diag JᵀJ."""
         if self.rows is not None:
             return self.total(torch.einsum("rp,rp->p", self.rows, self.rows))[0]
+        if self.head is not None:
+            return self.total(self.head.column_squares())[0]
         generator = self.ranks.own(torch.Generator().manual_seed(0))
         squares = torch.zeros(self.tangent.layout.size, dtype=torch.float64, device=self.f.device)
         with self.ranks.sharing_errors("a pass of the tangent map"):
@@ -147,6 +199,7 @@ def read(
     fs: list[Tensor] = []
     ys: list[Tensor] = []
     rows: list[Tensor] = []
+    heads: list[OuterRows | None] = []
     shapes: list[torch.Size] = []
     held, maker, ranks = False, None, loading.ranks_of(batches)
     inputs = fixed.no_sums()
@@ -170,6 +223,8 @@ def read(
             if held:
                 pieces = maker.rows(record, x, units(f), memory_budget // 8)
                 rows += [piece.reshape(-1, tangent.layout.size).to(torch.float64) for piece in pieces]
+            elif not heads or heads[-1] is not None:
+                heads.append(_head(maker, record, state.n, memory_budget))
             fs.append(flat_outputs(f).to(torch.float64))
             ys.append(flat_targets(likelihood, f, y))
             shapes.append(f.shape)
@@ -177,11 +232,29 @@ def read(
     no_f, no_y, held = ranks.first(mine, "the shapes of outputs and targets")  # a rank without data has none
     outputs, targets = torch.cat([no_f.to(tangent.device), *fs]), torch.cat([no_y.to(tangent.device), *ys])
     found = torch.cat([outputs.new_zeros(0, tangent.layout.size), *rows]) if held else None
-    jacobian = Jacobian(tangent, batches, outputs, targets, tuple(shapes), found)
+    head = None if held else _joined(heads, ranks)
+    jacobian = Jacobian(tangent, batches, outputs, targets, tuple(shapes), found, head)
     jacobian.counter["passes"] += 1
     _check_same_data(state, likelihood, jacobian)
     fixed.check_inputs(ranks.total([inputs], "sums of the inputs")[0], state.inputs)
     return jacobian
+
+
+def _head(maker: RowMaker, record: Record, n: int, memory_budget: int) -> OuterRows | None:
+    """Of one batch, where those of all n examples fit."""
+    found = maker.head(record)
+    if found is None or 8 * n * found.a[0].numel() * record.f[0, ..., 0].numel() > memory_budget // 2:
+        return None
+    return found
+
+
+def _joined(heads: list[OuterRows | None], ranks: Ranks) -> Head | None:
+    """Those of all batches; a rank without data has none of its own."""
+    known = [one for one in heads if one is not None]
+    if ranks.anywhere(len(known) < len(heads), "batches without a last layer"):
+        return None
+    index, none = ranks.first((known[0].index, known[0].a[:0]) if known else None, "the last layer")
+    return Head(index, torch.cat([none, *(one.a for one in known)]))
 
 
 def _check_same_data(state: State, likelihood: Likelihood, jacobian: Jacobian) -> None:

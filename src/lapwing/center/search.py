@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from lapwing import priors
 from lapwing.center.jacobian import Jacobian
@@ -27,8 +28,8 @@ from lapwing.likelihoods import Likelihood
 from lapwing.operators import linalg, plus
 from lapwing.posterior import curvature
 
-EXACT = 1e-10  # tolerance with the rows of J in memory
-STREAMED = 2.5e-4  # with J by passes
+EXACT = 1e-10  # tolerance with the rows of J, or the Hessian, in memory
+STREAMED = 2.5e-4  # with J by passes, or of a last layer whose Hessian is too large
 SEARCH_STEPS = 500  # towards v*, at the most
 PATIENCE = 20  # steps after which P becomes the Hessian
 
@@ -77,10 +78,12 @@ def tangent_map(
     tolerance: float | None = None,
     strict: bool = True,
     steps: int | None = None,
+    progress: bool = False,
 ) -> Center:
     """v* for this prior and noise, from `start` (the trained weights unless given) to a residual of `tolerance`.
 
-    Raises NotConverged where that is not reached in so many steps; with strict=False the residual says so.
+    Raises NotConverged where that is not reached in so many steps; with strict=False the residual says so. progress: a
+    bar over the steps, two passes each where J is not held.
     """
     check_gaussian(prior)
     a = prior.replace(precision=prior.precision.detach()).operator()
@@ -88,7 +91,7 @@ def tangent_map(
     structure, stretch = curvature(state, likelihood), 1.0 if start is None else start.stretch
     precision = plus(stretched(structure, stretch), a)
     density = TangentJoint(jacobian, likelihood, precision, a, prior.mean_vector())
-    tolerance = tolerance or (EXACT if jacobian.rows is not None else STREAMED)
+    tolerance = tolerance or (EXACT if jacobian.rows is not None or density.has_hessian else STREAMED)
     theta, passes_before = state.tangent.theta.to(torch.float64), jacobian.passes
     v = theta if start is None else start.vector
     z = _outputs(jacobian, start, v, theta)
@@ -98,12 +101,14 @@ def tangent_map(
         v, z, start = v + move[0], z + move[1], None
     pulled = _pulled(density, start, z)
     residual, step, steps = float("inf"), 0, SEARCH_STEPS if steps is None else steps
-    for step in range(steps + 1):
+    bar = tqdm(range(steps + 1), "tangent map", disable=not progress, leave=False)
+    for step in bar:
         g = density.gradient(v, pulled)
         direction = linalg.solve(density.precision, g)
         residual = float((g * direction).sum().clamp(min=0).sqrt()) / density.size(v)
         if not residual < float("inf"):
             raise NotConverged(f"the gradient of the tangent model became {residual}; check targets, weights and noise")
+        bar.set_postfix_str(f"residual {residual:.2g}", refresh=False)
         rounding = density.rounding(v, z)
         goal = max(tolerance, rounding)
         if residual <= goal or step == steps:
@@ -120,6 +125,7 @@ def tangent_map(
             density = replace(density, precision=plus(stretched(structure, stretch), a))
         if step % PATIENCE == PATIENCE - 1 and density.has_hessian:
             density = replace(density, precision=plus(density.hessian(z), a))
+    bar.close()
     if strict and residual > goal:
         raise NotConverged(
             f"the tangent MAP ended at a residual of {residual:.3g} after {step} steps, for a tolerance of "

@@ -49,15 +49,17 @@ class TangentJoint:
 
     @property
     def has_hessian(self) -> bool:
-        """Whether the Hessian can be made and factorized: rows in memory, and few enough."""
-        rows = self.jacobian.rows
-        return rows is not None and min(sum(self.jacobian.counts), rows.shape[1]) <= HESSIAN_SIDE
+        """Whether the Hessian can be made and factorized: J in memory, and its sides short enough."""
+        sides = [len(self.m)] if self.jacobian.rows is None else [sum(self.jacobian.counts), len(self.m)]
+        return self.jacobian.held and min(sides) <= HESSIAN_SIDE
 
     def hessian(self, z: Tensor) -> Any:
-        """Σ J_nᵀ Λ(z_n) J_n from the rows of J, as an operator."""
-        rows = self.jacobian.rows
-        assert rows is not None
+        """Σ J_nᵀ Λ(z_n) J_n, as an operator."""
+        rows, head = self.jacobian.rows, self.jacobian.head
         root = self.likelihood.scaled_root(z, self.jacobian.y)  # (m, c, q)
+        if head is not None:
+            return Dense(self.jacobian.total(head.gram(root))[0])
+        assert rows is not None
         r = torch.einsum("mcq,mcp->mqp", root, rows.reshape(*z.shape, rows.shape[1])).flatten(0, 1)
         if sum(self.jacobian.counts) < r.shape[1]:
             r = torch.cat(self.jacobian.ranks.joined([r], "rows of the Hessian"))

@@ -23,6 +23,7 @@ from lapwing.solvers.noise import Placed
 NO_LABEL = torch.iinfo(torch.int64).min  # for F.cross_entropy, which would pass over −100 without a word
 
 MANY_LABELS = 20  # for each output, before one that never occurs is odd
+FEW_LABELS = 5  # that are named
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,20 @@ class Categorical(Likelihood):
             return ". They look like regression targets: use likelihood='gaussian'"
         if not y.is_floating_point() and y.numel() and int(y.min()) == 1 and int(y.max()) == f.shape[-1]:
             return ". They seem to count from 1: subtract it"
+        if not y.is_floating_point() and y.numel() and int(y.min()) < 0:
+            return f". To leave out rows of {int(y.min())}, use lw.likelihoods.Ignoring(likelihood, {int(y.min())})"
         return ". Drop the last dimension with y.squeeze(-1)" if y.ndim == f.ndim and y.shape[-1] == 1 else ""
 
     def target_note(self, y: Tensor, outputs: int) -> str:
-        high = int(y.max())
-        odd = high < outputs - 1 and len(y) >= MANY_LABELS * outputs
-        return f"labels run to {high} in {len(y):,} examples, but there are {outputs} outputs" if odd else ""
+        seen = torch.bincount(y[y >= 0].long(), minlength=outputs) > 0
+        if len(y) < MANY_LABELS * outputs and int(seen.sum()) > 1:
+            return ""
+        if int(seen.sum()) == 1 < len(y):
+            return f"all {len(y):,} examples have the label {int(seen.int().argmax())}; nothing tells the others apart"
+        missing = (~seen).nonzero().flatten().tolist()
+        more = f" and {len(missing) - FEW_LABELS:,} more" if len(missing) > FEW_LABELS else ""
+        shown = ", ".join(str(k) for k in missing[:FEW_LABELS])
+        return f"no example of {len(y):,} has the label {shown}{more}, of {outputs} outputs" if missing else ""
 
     def constant(self, y: Tensor, outputs: int = 0) -> Tensor | None:
         return (torch.bincount(y.long(), minlength=outputs).double() / len(y)).log()

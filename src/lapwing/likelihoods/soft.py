@@ -41,7 +41,7 @@ class SoftLabels(Categorical):
         total = y.sum(-1)
         if not bool((y >= 0).all()) or not bool(((total - 1).abs() <= SUM).all()):
             raise InvalidValue(
-                "softlabels targets must be probabilities: not negative, and each row adds up to 1; got values from "
+                "soft targets must be probabilities: not negative, and each row adds up to 1; got values from "
                 f"{float(y.min()):.4g} and sums from {float(total.min()):.4g} to {float(total.max()):.4g}"
             )
 
@@ -78,6 +78,13 @@ class Labels(Categorical):
             SoftLabels().validate(f, y)
         else:
             super().validate(f, y)
+
+    def target_hint(self, f: Tensor, y: Tensor) -> str:
+        if not y.is_floating_point() or y.shape != f.shape or not bool((y >= 0).all()):
+            return super().target_hint(f, y)
+        if bool(((y == 0) | (y == 1)).all()):
+            return ". For any number of labels a row use likelihood='bernoulli' or 'dirichlet_bernoulli'"
+        return ". Divide each row by its sum"
 
     def target_note(self, y: Tensor, outputs: int) -> str:
         return _form(y).target_note(y, outputs)

@@ -78,11 +78,11 @@ def _without(fit: Any) -> str:
 
 
 def _center(fit: Any) -> str:
-    """The fit's own where rows of J are in memory, all of them in this process, so that each v* is cheap."""
+    """The fit's own where J is in memory, all of them in this process, so that each v* is cheap."""
     if fit.center == "map" or ranks_of(fit.data).group is not None:
         return "map"
     known = fit.state.memo.jacobian
-    held = known is not None and known.rows is not None and known.batches is fit.data
+    held = known is not None and known.held and known.batches is fit.data
     return str(fit.center) if held else "map"
 
 

@@ -46,8 +46,8 @@ class Tracker:
 
     @property
     def held(self) -> bool:
-        """Whether the rows of J are in memory."""
-        return self.jacobian.rows is not None
+        """Whether J is in memory."""
+        return self.jacobian.held
 
     @property
     def tolerance(self) -> float:
