@@ -154,8 +154,9 @@ def predictions(made: Any, method: str, seed: int) -> list[float]:
     mean negative log density, and the share inside of two standard deviations."""
     _, value, X = started(made, SEEN, seed)
     Y, x = value(X), torch.rand(NEW, X.shape[-1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    model = fitted(method, X, Y, seed)
     with torch.no_grad():
-        found = fitted(method, X, Y, seed).posterior(x)
+        found = model.posterior(x)
     gap, spread = ((value(x) - found.mean) / Y.std()), found.variance.sqrt() / Y.std()
     density = torch.distributions.Normal(0.0, spread).log_prob(gap)
     numbers = gap.square().mean().sqrt().log10(), -density.mean(), (gap.abs() < 2 * spread).double().mean()

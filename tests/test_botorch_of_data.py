@@ -193,12 +193,12 @@ def test_error_bars_hold_a_smooth_function(seed: int) -> None:
 def test_optimization_finds_the_highest_point() -> None:
     X = points(5)
     value = lambda x: -(x - torch.tensor([0.3, 0.7])).square().sum(-1, keepdim=True)  # noqa: E731
-    for _ in range(6):
+    for _ in range(9):
         model = LaplaceModel.of_data(X, value(X))
         torch.manual_seed(0)
         new, _ = optimize_acqf(LogExpectedImprovement(model, value(X).max()), CUBE, 1, num_restarts=3, raw_samples=32)
         X = torch.cat([X, new])
-    assert float(value(X).max()) > -1e-3
+    assert float(value(X).max()) > -5e-3  # of as many random points 2e-2 is to be expected
 
 
 @pytest.mark.usefixtures("narrow")
@@ -209,6 +209,14 @@ def test_weights_are_those_of_the_generator() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(first.posterior(x).mean, again.posterior(x).mean)
     assert not torch.equal(first.posterior(x).mean, other.posterior(x).mean)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_model_is_made_where_gradients_are_off() -> None:
+    X, x = points(8), points(4, seed=1)
+    with torch.no_grad():
+        found = LaplaceModel.of_data(X, outcomes(X)).posterior(x)
+    close(found.mean, LaplaceModel.of_data(X, outcomes(X)).posterior(x).mean)
 
 
 @pytest.mark.usefixtures("narrow")

@@ -81,8 +81,8 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> LaplaceModel:
         """A model of data alone, as SingleTaskGP(X, Y) is one once it is fitted: X (n, d) in the unit cube, Y (n, 1).
 
-        The network is made here, wide and at random weights, and the evidence picks a scale for each input, the prior
-        and the noise (`surrogate.py`). input_transform, outcome_transform: BoTorch's, which are trained here; outcomes
+        The network is made here, wide and at random weights, and the evidence picks a scale for each input and the
+        noise (`surrogate.py`). input_transform, outcome_transform: BoTorch's, which are trained here; outcomes
         are standardized unless one is given."""
         _check_data(X, Y)
         from botorch.models.transforms import Standardize

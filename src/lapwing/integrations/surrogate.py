@@ -6,8 +6,8 @@
     log p(y, s, σ) = log N(y; 0, J (D²/λ) Jᵀ + σ² I) + log p(s) + log p(σ)
 
 It is not trained by gradients. A network that is has features that saw the targets, and its evidence does not know
-that: with a few dozen data its error bars are two or three times too narrow. At random weights the tangent model is an
-honest process, wide networks would hardly leave it, and its mode is one solve. What few data can tell is how quickly f
+that: with a few dozen data its error bars can be far too narrow. At random weights the tangent model is an
+honest process, and its mode is one solve. What few data can tell is how quickly f
 moves along each input: s lets them, and inputs that do nothing end at small s. The priors p(s) and p(σ) are broad
 log-normals, for when there are next to no data. Shapes: n data, d inputs, W units.
 """
@@ -52,6 +52,8 @@ class Scaled(nn.Module):
         return self.scale * (2 * x - 1)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def surrogate(X: Tensor, y: Tensor, generator: torch.Generator) -> Laplace:
     """A fit of points X (n, d) of the unit cube and standardized targets y (n, 1), at the mode of its process."""
     X, y = X.detach().double(), y.detach().double()
