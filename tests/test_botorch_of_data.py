@@ -100,7 +100,9 @@ def test_the_slopes_of_the_search_are_differences() -> None:
     search = module.Evidence(module.network(3, seeded(0)), X, y)
     values = {"scale": torch.tensor([0.5, 2.0, 1.0]), "noise": torch.tensor(0.2)}
     values = {name: value.double() for name, value in values.items()}
-    slopes = search(values)[1]
+    found, slopes = search(values)
+    logs = {name: value.log() for name, value in values.items()}
+    close(found, search.log_evidence(**values) + module.log_prior(logs))
     for name, value in values.items():
         for j in range(value.numel()):
             ends = []
