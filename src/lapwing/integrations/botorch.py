@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lapwing import given
 from lapwing.api import Laplace
 from lapwing.data import first_inputs
 from lapwing.errors import InvalidValue, NotPositiveDefinite, Unsupported
-from lapwing.given import near
 from lapwing.integrations.distributions import blocks, normal
+from lapwing.integrations.surrogate import surrogate
 from lapwing.push import together
 from lapwing.tangent.graph import asked, with_graph
 
@@ -67,6 +68,34 @@ class LaplaceModel(Model, FantasizeMixin):
             if transform is not None:
                 setattr(self, name, transform)
         self.eval()
+
+    @classmethod
+    def of_data(
+        cls,
+        X: Tensor,
+        Y: Tensor,
+        *,
+        input_transform: Any = None,
+        outcome_transform: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> LaplaceModel:
+        """A model of data alone, as SingleTaskGP(X, Y) is one once it is fitted: X (n, d) in the unit cube, Y (n, 1).
+
+        The network is made here, wide and at random weights, and the evidence picks a scale for each input and the
+        noise (`surrogate.py`). input_transform, outcome_transform: BoTorch's, which are trained here; outcomes
+        are standardized unless one is given."""
+        _check_data(X, Y)
+        from botorch.models.transforms import Standardize
+        from botorch.models.utils import validate_input_scaling
+
+        outcomes = Standardize(1) if outcome_transform is None else outcome_transform
+        x = X if input_transform is None else input_transform.train()(X)
+        y = outcomes.train()(Y, X=X)[0]
+        validate_input_scaling(x, y)
+        la = surrogate(x, y, given.generator(generator))
+        if input_transform is not None:
+            input_transform.eval()
+        return cls(la, "process", input_transform=input_transform, outcome_transform=outcomes.eval())
 
     @property
     def num_outputs(self) -> int:
@@ -210,9 +239,23 @@ def _cholesky(K: Tensor) -> Tensor:
     return L
 
 
-def _check(la: Any, mean: str) -> None:
+def _check_library() -> None:
     if FantasizeMixin is object:
         raise Unsupported("LaplaceModel needs BoTorch, which is not installed; pip install 'lapwing[botorch]'")
+
+
+def _check_data(X: Any, Y: Any) -> None:
+    _check_library()
+    if not (isinstance(X, Tensor) and isinstance(Y, Tensor) and X.ndim == 2 and Y.shape == (len(X), 1) and len(X)):
+        got = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (X, Y)]
+        raise InvalidValue(
+            f"of_data takes points X (n, d) and outcomes Y (n, 1), got {got[0]} and {got[1]}; of several outcomes make "
+            "a model each and join them by botorch.models.ModelList"
+        )
+
+
+def _check(la: Any, mean: str) -> None:
+    _check_library()
     if not isinstance(la, Laplace):
         raise Unsupported(
             f"LaplaceModel takes what lw.laplace gives, got {type(la).__name__}; fit one, or give draws of functions "
@@ -224,4 +267,4 @@ def _check(la: Any, mean: str) -> None:
             "'gaussian', or give a model of each class's score to optimize"
         )
     if mean not in MEANS:
-        raise InvalidValue(f"mean must be one of {MEANS}, got {mean!r}{near(mean, MEANS)}")
+        raise InvalidValue(f"mean must be one of {MEANS}, got {mean!r}{given.near(mean, MEANS)}")
