@@ -78,7 +78,7 @@ def test_the_evidence_is_that_of_the_features() -> None:
     plain = kernel(net, scale, torch.ones(()), X, X) - module.CONSTANT**2
     K = plain / plain.diagonal().mean() + module.CONSTANT**2 + 0.2**2 * torch.eye(7).double()
     expected = torch.distributions.MultivariateNormal(torch.zeros(7).double(), K).log_prob(y.squeeze(1))
-    close(module.Evidence(net, X, y).log_evidence(scale, noise), expected)
+    close(module.ProcessEvidence(net, X, y).log_evidence(scale, noise), expected)
 
 
 @pytest.mark.usefixtures("narrow")
@@ -87,7 +87,7 @@ def test_the_evidence_of_the_fit_is_that_of_the_search() -> None:
     y = Standardize(1)(outcomes(X))[0]
     la = module.surrogate(X, y, seeded(0))
     scale, precision, variance, net = hyperparameters(LaplaceModel(la, "process"))
-    close(la.log_evidence(), module.Evidence(net, X, y).log_evidence(scale, variance.sqrt()), 1e-6)
+    close(la.log_evidence(), module.ProcessEvidence(net, X, y).log_evidence(scale, variance.sqrt()), 1e-6)
     close((kernel(net, scale, precision, X, X) - module.CONSTANT**2).diagonal().mean(), torch.ones(()).double())
     assert la.center == "process"
     assert la.tuning is not None
@@ -97,7 +97,7 @@ def test_the_evidence_of_the_fit_is_that_of_the_search() -> None:
 @pytest.mark.usefixtures("narrow")
 def test_the_slopes_of_the_search_are_differences() -> None:
     X, y = points(7, 3), normal(7, 1)
-    search = module.Evidence(module.network(3, seeded(0)), X, y)
+    search = module.ProcessEvidence(module.network(3, seeded(0)), X, y)
     values = {"scale": torch.tensor([0.5, 2.0, 1.0]), "noise": torch.tensor(0.2)}
     values = {name: value.double() for name, value in values.items()}
     found, slopes = search(values)

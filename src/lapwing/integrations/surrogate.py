@@ -58,7 +58,7 @@ def surrogate(X: Tensor, y: Tensor, generator: torch.Generator) -> Laplace:
     """A fit of points X (n, d) of the unit cube and standardized targets y (n, 1), at the mode of its process."""
     X, y = X.detach().double(), y.detach().double()
     net = network(X.shape[-1], generator).to(X.device)
-    evidence = Evidence(net, X, y)
+    evidence = ProcessEvidence(net, X, y)
     found, tuning = climbed(box(X.shape[-1], X.device), evidence, len(y), (), "process")
     prior = normal(float(evidence.kernel(found["scale"])[1]))
     whole = nn.Sequential(Scaled(found["scale"]), *net)
@@ -101,7 +101,7 @@ def box(d: int, device: torch.device) -> Box:
     return Box(low, high, logs, {"scale": tuple(map(str, range(d)))}, floors=("scale", "noise"))
 
 
-class Evidence:
+class ProcessEvidence:
     """log p(y, s, σ), but for a constant, and its derivatives in log s and log σ."""
 
     def __init__(self, net: nn.Module, X: Tensor, y: Tensor) -> None:
