@@ -51,6 +51,10 @@ class TensorBatches:
             yield tree.rows_of(self.inputs, index), tree.rows_of(self.targets, index)
 
 
+class ReadAsTheyCome:
+    """Batches that are read as a loop of the user's own reads them: what they draw moves the user's random state."""
+
+
 @dataclass(frozen=True)
 class Joined:
     """Several sets of batches, one after the other."""
@@ -266,10 +270,14 @@ def passes(
 
 
 def raw_pass(batches: Iterable[Any], progress: bool, label: str, seed: int | None = None) -> Iterator[Any]:
-    """The batches as they come, in a random state of their own."""
+    """The batches as they come, in a random state of their own where they may draw."""
+    shown = tqdm(batches, total=_length(batches), desc=label, disable=not progress, leave=False)
+    if isinstance(batches, (TensorBatches, ReadAsTheyCome)):
+        yield from shown
+        return
     rng = _PassRng(batches, seed)
     with rng.swapped():
-        iterator = iter(tqdm(batches, total=_length(batches), desc=label, disable=not progress, leave=False))
+        iterator = iter(shown)
     while True:
         with rng.swapped():
             batch = next(iterator, _END)
