@@ -271,19 +271,23 @@ def passes(
 
 def raw_pass(batches: Iterable[Any], progress: bool, label: str, seed: int | None = None) -> Iterator[Any]:
     """The batches as they come, in a random state of their own where they may draw."""
-    shown = tqdm(batches, total=_length(batches), desc=label, disable=not progress, leave=False)
     if isinstance(batches, (TensorBatches, ReadAsTheyCome)):
-        yield from shown
+        yield from _shown(batches, progress, label)
         return
     rng = _PassRng(batches, seed)
     with rng.swapped():
-        iterator = iter(shown)
+        iterator = iter(_shown(batches, progress, label))
     while True:
         with rng.swapped():
             batch = next(iterator, _END)
         if batch is _END:
             return
         yield batch
+
+
+def _shown(batches: Iterable[Any], progress: bool, label: str) -> Iterable[Any]:
+    """The batches with a bar. It is given an iterator: of a loader tqdm makes one for itself too, with workers."""
+    return tqdm(iter(batches), total=_length(batches), desc=label, disable=not progress, leave=False)
 
 
 def network_inputs(x: Any, device: torch.device) -> Any:
