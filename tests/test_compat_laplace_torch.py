@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from helpers import backward_rows, close, integers, normal
 from lapwing.compat.laplace_torch import Laplace, marglik_training
@@ -316,6 +316,29 @@ def test_training_under_the_evidence_raises_it(likelihood: str) -> None:
     close(-la.log_marginal_likelihood().detach(), torch.tensor(min(last), dtype=torch.float64), 1e-9)
     with pytest.warns(LapwingWarning, match="weight_decay"):
         marglik_training(network(), loader(likelihood), likelihood, n_epochs=1, optimizer_kwargs={"weight_decay": 1.0})
+
+
+class Reads(Dataset):
+    """Counts how often each example is read."""
+
+    def __init__(self) -> None:
+        self.x, self.y = data("regression")
+        self.counts = [0] * len(self.x)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        self.counts[i] += 1
+        return self.x[i], self.y[i]
+
+
+def test_a_fit_reads_each_example_once() -> None:
+    reads = Reads()
+    la = Laplace(network(), "regression", "all", "kron")
+    la.fit(DataLoader(reads, batch_size=4, shuffle=True))
+    assert reads.counts == [1] * len(reads)
+    close(la.loss, fitted("regression", "all", "kron").loss)
 
 
 def test_what_cannot_be_had_raises_by_name() -> None:

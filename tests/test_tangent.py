@@ -19,6 +19,7 @@ from helpers import close
 from lapwing.curvature.rows import StreamedRows
 from lapwing.errors import InvalidValue, LapwingWarning
 from lapwing.tangent import TangentModel, linearize
+from lapwing.tangent.calling import swapped
 from lapwing.tangent.kernels import composed_embedding_bag, plain_kernels
 
 Oracle = Callable[..., Tensor]
@@ -42,6 +43,42 @@ def network(request: pytest.FixtureRequest, generator: torch.Generator) -> tuple
     if request.param == "cnn":
         return model, request.getfixturevalue("images")
     return model, request.getfixturevalue("regression")[0]
+
+
+# -- tensors in the place of the network's own -----------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """One module under two names, one parameter in two modules, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.again, self.b.weight = self.a, self.a.weight
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.again(x)) + self.shift
+
+
+def test_swapped_tensors_stand_in_all_places_and_go_in_the_end() -> None:
+    model, x = Shared().double(), torch.randn(2, 3).double()
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    new = {n: torch.randn_like(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    want = F.linear(F.linear(x, new["a.weight"], new["a.bias"]), new["a.weight"], new["b.bias"]) + new["shift"]
+
+    def run_and_fail() -> None:
+        with swapped(model, new):
+            close(model(x), want)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_and_fail()
+    after = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    assert own.keys() == after.keys()
+    assert all(after[n] is t for n, t in own.items())
+    with pytest.raises(AttributeError, match=r"no c\.weight any more"), swapped(model, {"c.weight": x}):
+        pass
 
 
 # -- the Jacobian, four ways -----------------------------------------------------------------------------------------

@@ -51,6 +51,10 @@ class TensorBatches:
             yield tree.rows_of(self.inputs, index), tree.rows_of(self.targets, index)
 
 
+class ReadAsTheyCome:
+    """Batches that are read as a loop of the user's own reads them: what they draw moves the user's random state."""
+
+
 @dataclass(frozen=True)
 class Joined:
     """Several sets of batches, one after the other."""
@@ -266,16 +270,24 @@ def passes(
 
 
 def raw_pass(batches: Iterable[Any], progress: bool, label: str, seed: int | None = None) -> Iterator[Any]:
-    """The batches as they come, in a random state of their own."""
+    """The batches as they come, in a random state of their own where they may draw."""
+    if isinstance(batches, (TensorBatches, ReadAsTheyCome)):
+        yield from _shown(batches, progress, label)
+        return
     rng = _PassRng(batches, seed)
     with rng.swapped():
-        iterator = iter(tqdm(batches, total=_length(batches), desc=label, disable=not progress, leave=False))
+        iterator = iter(_shown(batches, progress, label))
     while True:
         with rng.swapped():
             batch = next(iterator, _END)
         if batch is _END:
             return
         yield batch
+
+
+def _shown(batches: Iterable[Any], progress: bool, label: str) -> Iterable[Any]:
+    """The batches with a bar. It is given an iterator: of a loader tqdm makes one for itself too, with workers."""
+    return tqdm(iter(batches), total=_length(batches), desc=label, disable=not progress, leave=False)
 
 
 def network_inputs(x: Any, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ With an element mask, a parameter's entry is the 1-D tensor of its selected elem
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -197,8 +198,13 @@ def row_digests(batch: Any) -> Tensor:
 def _row_digests(rows: Tensor) -> Tensor:
     bits = rows.detach().reshape(len(rows), -1).cpu().to(torch.float32) + 0.0  # −0 is 0
     words = bits.view(torch.int32).to(torch.int64)
-    place = mixed_signed(torch.arange(1, words.shape[1] + 1))
-    return mixed_signed(mixed_signed(words + place).sum(1))
+    return mixed_signed(mixed_signed(words + _places(words.shape[1])).sum(1))
+
+
+@functools.lru_cache(16)
+def _places(width: int) -> Tensor:
+    """A hash of each place in a row, (width,)."""
+    return mixed_signed(torch.arange(1, width + 1))
 
 
 def raw(tensor: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class Record:
         return held[0]
 
     def _gradients(self, outs: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:
-        if self.tangent.columns_at_once:
+        if self.tangent.columns_at_once and len(u) > 1:
             key = tuple(part.name for part in self.called), u.shape, proof.shapes(outs)
             run, right = partial(self._batched, outs, u), partial(self._proved, outs, u)
             found = proof.attempt(self.tangent, "layers", key, run, right)
@@ -158,6 +158,10 @@ class Record:
     def gradients(self, of: list[Tensor], u: Tensor) -> tuple[Tensor | None, ...]:
         """Those of uᵀf by other tensors of the run, such as its weights, for one cotangent u (n, ..., c)."""
         return self.reverse(lambda: self._grad(of, u))
+
+    def columns_apart(self, of: list[Tensor], u: Tensor) -> list[tuple[Tensor | None, ...]]:
+        """The same for each of several cotangents u (k, n, ..., c), by a plain reverse pass each."""
+        return self.reverse(lambda: [self._grad(of, one) for one in u])
 
     def reverse(self, run: Callable[[], T]) -> T:
         """A reverse pass with the weights and the mode of this run: it may run layers again (checkpoints), which must

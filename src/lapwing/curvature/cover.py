@@ -9,6 +9,7 @@ never gets there) and is treated by an exact generic block. Nothing is dropped; 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,9 @@ from lapwing.curvature.capture import Capture, Record
 from lapwing.curvature.parts import Part
 from lapwing.curvature.rules import rule_for
 from lapwing.errors import InvalidValue, NetworkFailed
-from lapwing.tangent import TangentModel, proof
+from lapwing.tangent import TangentModel, proof, pull
+from lapwing.tangent.evaluating import evaluating
+from lapwing.tangent.kernels import plain_kernels
 
 PROBE = 4  # examples
 
@@ -37,10 +40,10 @@ def cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
 
 def _cover(tangent: TangentModel, x: Any) -> tuple[Part, ...]:
     x = _few(tangent, x)
-    gradient = tangent.gradients(x, torch.ones_like(tangent(x)))  # None: no output depends on it
     layers, reasons = candidates(tangent)
+    gradient, calls = _run_plainly(tangent, layers, x)  # None: no output depends on it
     layers = [part for part in layers if any(gradient[n] is not None for n in part.parameters)]
-    layers, why = _called_once(tangent, layers, x)
+    layers, why = _called_once(layers, calls)
     reasons |= why
     proved, why = _prove(tangent, layers, x)
     reasons |= why
@@ -116,21 +119,33 @@ def _named(module: nn.Module, local: str | None, names: dict[int, str]) -> str:
     return "" if p is None else names[id(p)]
 
 
-def _called_once(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
+def _run_plainly(
+    tangent: TangentModel, parts: list[Part], x: Any
+) -> tuple[dict[str, Tensor | None], Mapping[str, int]]:
+    """The gradient of all outputs' sum by each parameter, and how often each module ran forward."""
     calls: Counter[str] = Counter()
-    with ExitStack() as hooks:
+    with ExitStack() as hooks, evaluating(tangent.model), plain_kernels():
         for path in {part.module for part in parts}:
             module = tangent.model.get_submodule(path)
             hook = module.register_forward_hook(lambda _m, _i, _o, path=path: calls.update([path]))
             hooks.callback(hook.remove)
-        tangent(x)
+
+        def ones(f: Tensor) -> Tensor:
+            hooks.close()  # a reverse pass may run layers again
+            return torch.ones_like(f)
+
+        leaves, gradients = pull.pullback(tangent, x, ones)
+    return dict(zip(leaves, gradients, strict=True)), calls
+
+
+def _called_once(parts: list[Part], calls: Mapping[str, int]) -> tuple[list[Part], dict[str, str]]:
     reasons: dict[str, str] = {}
     for part in parts:
-        count = calls[part.module]
+        count = calls.get(part.module, 0)
         if count != 1:
             why = f"its module is called {count} times" if count else "its module is not called itself"
             reasons |= dict.fromkeys(part.parameters, why)
-    return [part for part in parts if calls[part.module] == 1], reasons
+    return [part for part in parts if calls.get(part.module) == 1], reasons
 
 
 def _prove(tangent: TangentModel, parts: list[Part], x: Any) -> tuple[list[Part], dict[str, str]]:
@@ -204,22 +219,36 @@ def _proved(record: Record, parts: list[Part]) -> tuple[list[Part], list[Part]]:
     n, generator = len(record.f), torch.Generator().manual_seed(0)
     loud: set[str] = set()
     for start in range(0, n, PROBE):  # all of them: a batch that cannot be cut may mix some examples and not others
-        examples = range(start, min(n, start + PROBE))
-        u = record.f.new_zeros(n, len(examples), *record.f.shape[1:])  # each cotangent is of one example alone
-        noise = torch.randn(len(examples), *record.f.shape[1:], generator=generator, dtype=torch.float64)
-        u[examples, range(len(examples))] = noise.to(u)
-        names = [name for part in parts for name in part.parameters]
-        truth = [_gradients(record, names, column) for column in u.unbind(1)]
-        parts = [part for part in parts if _agrees(record, part, u, truth, start)]
-        loud |= {n for gradients in truth for n, g in gradients.items() if g is not None and bool(g.any())}
+        examples = slice(start, min(n, start + PROBE))
+        k = examples.stop - start
+        u = record.f.new_zeros(k, n, *record.f.shape[1:])  # each cotangent is of one example alone
+        noise = torch.randn(k, *record.f.shape[1:], generator=generator, dtype=torch.float64)
+        _own(u, examples).copy_(noise)
+        truth, outputs = _gradients(record, parts, u)
+        parts = [part for part in parts if _agrees(record, part, outputs.get(part.name), truth, examples)]
+        loud |= {name for name, g in truth.items() if bool(g.any())}
     return parts, [part for part in parts if not loud.intersection(part.parameters)]
 
 
-def _gradients(record: Record, names: list[str], cotangent: Tensor) -> dict[str, Tensor | None]:
+def _own(columns: Tensor, examples: slice) -> Tensor:
+    """The first of some examples in the first of columns (k, n, ...), the second in the second, (k, ...)."""
+    return columns[:, examples].diagonal(dim1=0, dim2=1).movedim(-1, 0)
+
+
+def _gradients(record: Record, parts: list[Part], u: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Autograd's of each cotangent u (k, n, ..., c): by parameters {name: (k, *shape)}, and by the outputs of layers
+    {part: (k, *output)} that lie in the graph."""
+    names = [name for part in parts for name in part.parameters]
+    layers = [part.name for part in record.called if part in parts and record.outputs[part.name].requires_grad]
     if not names or not record.f.requires_grad:
-        return dict.fromkeys(names)
-    leaves = [record.leaves[name] for name in names]
-    return dict(zip(names, record.gradients(leaves, cotangent), strict=True))
+        return {}, {}
+    ends = [record.leaves[name] for name in names] + [record.outputs[name] for name in layers]
+    columns = zip(*record.columns_apart(ends, u), strict=True)
+    found = [
+        torch.stack([torch.zeros_like(end) if g is None else g for g in column])
+        for end, column in zip(ends, columns, strict=True)
+    ]
+    return dict(zip(names, found, strict=False)), dict(zip(layers, found[len(names) :], strict=True))
 
 
 def _uses(record: Record) -> Counter[str]:
@@ -239,30 +268,26 @@ def _uses(record: Record) -> Counter[str]:
     return uses
 
 
-def _agrees(record: Record, part: Part, u: Tensor, truth: list[dict[str, Tensor | None]], start: int) -> bool:
+def _agrees(record: Record, part: Part, g: Tensor | None, truth: dict[str, Tensor], examples: slice) -> bool:
     """Whether the rule gives the gradient of each example from its own inputs and output gradients alone."""
-    one = replace(record, parts=(part,))
+    if g is None:
+        return False
+    eps = torch.finfo(record.f.dtype).eps
     try:
-        g, view = one.pull(u)[part.name], one.views()[part.name]
-        if g.shape != (u.shape[1], u.shape[0], view.positions, *part.shape[:2]):
+        g, view = record.readers[part.name](g), replace(record, parts=(part,)).views()[part.name]
+        if g.shape != (examples.stop - examples.start, len(record.f), view.positions, *part.shape[:2]):
             return False
-        return all(_example_agrees(part, view, g[k], start + k, want) for k, want in enumerate(truth))
+        g, mine = _own(g, examples).unsqueeze(0), view.chunk(examples)
+        implied = part.split(mine.outer(g)[0])
+        terms = part.split(mine.absolute().outer(g.abs())[0])  # Σ_s |g ⊗ a|: a sum is no preciser than them
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # what the rule did not expect
         return False
-
-
-def _example_agrees(part: Part, view: Any, g: Tensor, e: int, truth: dict[str, Tensor | None]) -> bool:
-    own, eps = slice(e, e + 1), torch.finfo(g.dtype).eps
-    mine = view.chunk(own)
-    implied = part.split(mine.outer(g[None, own])[0, 0])
-    terms = part.split(mine.absolute().outer(g[None, own].abs())[0, 0])  # Σ_s |g ⊗ a|: a sum is no preciser than them
-    for name, vector in implied.items():
-        want = truth[name]
-        want = torch.zeros_like(vector) if want is None else want.reshape(-1)
-        if vector.shape != want.shape:
+    for name, vectors in implied.items():
+        want = truth[name].flatten(1)
+        if vectors.shape != want.shape:
             return False
-        gap, size, most = (float(t.double().norm()) for t in (vector.to(want) - want, want, terms[name]))
-        if not gap <= min(0.1, 1e4 * eps) * size + min(0.1, 1e3 * eps) * most + 1e-300:
+        gap, size, most = torch.stack([vectors.to(want) - want, want, terms[name].to(want)]).double().norm(dim=-1)
+        if not bool((gap <= min(0.1, 1e4 * eps) * size + min(0.1, 1e3 * eps) * most + 1e-300).all()):
             return False
     return True
 

@@ -40,12 +40,13 @@ def _(precision: Blocks, at: At) -> Normal:
 def _marginals(precision: Blocks, at: At, x: Any, record: Record) -> Tensor:
     """The covariance of each position's outputs, (n, ..., c, c): for each position its c cotangents.
 
-    The head's term is that of n·q examples of one position each, whatever the number q of positions."""
+    The head's term is that of n·q examples of one position each, whatever the number q of positions, and takes no
+    backward pass."""
     f, budget = record.f.detach(), at.budget // 4
     n, c, positions = f.shape[0], f.shape[-1], f[0, ..., 0].numel()
     operators = {part.name: op for part, op in zip(at.parts, precision.parts, strict=True)}
     view = record.view if positions == 1 else cache(record.view)  # one at a time, or each for all positions
-    heads = [part for part in record.called if positions > 1 and record.is_output(part)]
+    heads = [part for part in record.called if record.is_output(part)]
     generic = _generic(precision, at)
     rest = replace(record, parts=tuple(part for part in record.parts if part not in heads))
     out = f.new_zeros(n, positions, c, c, dtype=torch.float64)

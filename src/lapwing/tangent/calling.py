@@ -34,11 +34,10 @@ def logits_of(out: Any) -> Any:
 def _in_dtype_of(model: nn.Module, inputs: Any) -> Any:
     """Floating-point inputs in the dtype of the network's weights, where they have one; integers, and inputs of a
     network of mixed dtypes, are kept."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if len(dtypes) != 1:
-        return inputs
-    dtype = dtypes.pop()
-    if all(t.dtype == dtype or not t.is_floating_point() for t in tree.tensors(inputs)):
+    found = {t.dtype for t in tree.tensors(inputs) if t.is_floating_point()}
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = next(dtypes, None)
+    if not found or found == {dtype} or any(other != dtype for other in dtypes):
         return inputs
     return tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
@@ -72,18 +71,25 @@ def naming_inputs(model: nn.Module, inputs: Any) -> Iterator[None]:
         ) from error
 
 
-class Swapped(nn.Module):
-    """forward(model, x) as a module, so that functional_call can swap the model's tensors under any hook."""
-
-    def __init__(self, model: nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.model = model
-        self.hook = forward
-
-    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-        """Each module once, always: functional_call swaps every name of a tied tensor, and would swap a module that
-        has two names twice, which leaves the swapped tensor behind in the user's model."""
-        return super().named_modules(memo, prefix)
-
-    def forward(self, x: Any) -> Tensor:
-        return self.hook(self.model, x)
+@contextmanager
+def swapped(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model with other tensors in the place of its own parameters and buffers, by their names; one that is tied
+    is swapped in all its places. Its own are given back."""
+    places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    names: tuple[dict[int, str], dict[int, str]] = {}, {}  # the first of each parameter, and of each buffer
+    for path, module in model.named_modules():
+        for first, own in zip(names, (module._parameters, module._buffers), strict=True):
+            for key, tensor in own.items():
+                if tensor is not None:
+                    name = first.setdefault(id(tensor), f"{path}.{key}" if path else key)
+                    places.setdefault(name, []).append((own, key))
+    if missing := [name for name in tensors if name not in places]:
+        raise AttributeError(f"the network has no {missing[0]} any more")
+    held = [(own, key, own[key], tensor) for name, tensor in tensors.items() for own, key in places[name]]
+    try:
+        for own, key, _, tensor in held:
+            own[key] = tensor
+        yield
+    finally:
+        for own, key, before, _ in held:
+            own[key] = before

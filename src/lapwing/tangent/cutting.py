@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lapwing import tree
 from lapwing.errors import InvalidValue
+from lapwing.tangent.evaluating import evaluating
+from lapwing.tangent.kernels import plain_kernels
 
 if TYPE_CHECKING:
     from lapwing.tangent.model import TangentModel
@@ -31,28 +33,39 @@ def separable(tangent: TangentModel, x: Any) -> bool:
 def _parts_give_the_whole(tangent: TangentModel, x: Any, n: int, k: int) -> bool:
     """Whether the first k of n examples, and the last one alone, give what they give together with the others:
     the edges of a graph that all point forwards would pass the first."""
+    cuts = slice(0, n), slice(0, k), slice(n - 1, n)
     try:
-        whole = tangent(tree.rows_of(x, slice(0, n)))
-        parts = [(index, tangent(tree.rows_of(x, index))) for index in (slice(0, k), slice(n - 1, n))]
+        with torch.no_grad(), evaluating(tangent.model), plain_kernels():
+            whole, *found = (tangent.apply(tangent.params, tree.rows_of(x, index)) for index in cuts)
     except Exception:  # the parts do not fit together
         tangent(x)  # what fails on the whole batch too is no matter of cutting, and raises
         return False
+    parts = list(zip(cuts[1:], found, strict=True))
     if len(whole) != n or any(part.shape != whole[index].shape for index, part in parts):
         return False
     gap = max(float((part - whole[index]).abs().max()) for index, part in parts)
     eps = max(tangent.eps, torch.finfo(whole.dtype).eps)
-    return gap <= 1e4 * eps * float(whole.abs().max().clamp(min=1e-30))
+    if not gap <= 1e4 * eps * float(whole.abs().max().clamp(min=1e-30)):
+        return False
+    tangent.facts.output_shapes[_shapes(x, alone=True)] = _positions_and_outputs(whole)
+    return True
 
 
 def output_shape(tangent: TangentModel, x: Any) -> tuple[int, int]:
     """Positions and outputs c of an example, by a run of one; remembered for inputs of the same shapes."""
     alone = tangent.separable(x)
-    key = tuple(t.shape[1:] if alone else t.shape for t in tree.tensors(x))
-    known = tangent.facts.output_shapes
+    key, known = _shapes(x, alone), tangent.facts.output_shapes
     if key not in known:
-        f = tangent(tree.rows_of(x, slice(0, 1)) if alone else x)
-        known[key] = f[0, ..., 0].numel(), f.shape[-1]
+        known[key] = _positions_and_outputs(tangent(tree.rows_of(x, slice(0, 1)) if alone else x))
     return known[key]
+
+
+def _shapes(x: Any, alone: bool) -> Hashable:
+    return tuple(t.shape[1:] if alone else t.shape for t in tree.tensors(x))
+
+
+def _positions_and_outputs(f: Tensor) -> tuple[int, int]:
+    return f[0, ..., 0].numel(), f.shape[-1]
 
 
 def pieces(tangent: TangentModel, x: Any, y: Tensor, size: int) -> Iterator[tuple[Any, Tensor]]:

@@ -22,8 +22,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     watch training); each module's own mode and hooks given back."""
     modules = list(model.modules())
     training = [m for m in modules if m.training]
-    hooked = [(m, m._backward_hooks, m._backward_pre_hooks) for m in modules]
-    hooked = [(m, hooks, pre) for m, hooks, pre in hooked if hooks or pre]
+    hooked = [
+        (m, m._backward_hooks, m._backward_pre_hooks) for m in modules if m._backward_hooks or m._backward_pre_hooks
+    ]
     flat = [(m, m._flat_weights, m._flat_weight_refs) for m in modules if isinstance(m, nn.RNNBase)]
     tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     gradients = [(m, m.sparse, m.scale_grad_by_freq) for m in tables]

@@ -20,14 +20,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from lapwing import tree
 from lapwing.errors import InvalidValue, LapwingError, NetworkFailed
 from lapwing.tangent import cutting, memory_order, pull, push, rows
-from lapwing.tangent.calling import Forward, Swapped, call, naming_inputs, unwrapped
+from lapwing.tangent.calling import Forward, call, naming_inputs, swapped, unwrapped
 from lapwing.tangent.evaluating import evaluating
 from lapwing.tangent.facts import Facts
 from lapwing.tangent.kernels import plain_kernels
@@ -101,8 +100,8 @@ class TangentModel:
     def apply(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
         """f(x, θ): the network itself, not linearized, at any weights."""
         x = tree.map_tensors(lambda t: t.clone() if t.is_inference() else t, x)  # those cannot be differentiated by
-        with naming_inputs(self.model, x):
-            out = functional_call(Swapped(self.model, self.forward), self._tensors(params), (x,))
+        with naming_inputs(self.model, x), swapped(self.model, self._tensors(params)):
+            out = self.forward(self.model, x)
         if not isinstance(out, Tensor):
             raise InvalidValue(
                 f"the model returns {type(out).__name__}, not a tensor (n, ..., c); "
@@ -117,7 +116,7 @@ class TangentModel:
 
     def _tensors(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         buffers = {n: self.constants[n].clone() for n in self.buffers}  # a pass may move its buffers
-        return {f"model.{n}": t for n, t in {**self.constants, **buffers, **self.embed(params)}.items()}
+        return {**self.constants, **buffers, **self.embed(params)}
 
     @functools.cached_property
     def channels_last(self) -> dict[str, Tensor]:
@@ -131,10 +130,9 @@ class TangentModel:
     def backward(self, params: Mapping[str, Tensor], run: Callable[[], T]) -> T:
         """Run a reverse pass of `apply(params, ...)`: checkpointed layers run forward again in it, and must do so at
         the same weights, whatever has become of the user's."""
-        held: list[T] = []
-        call = Swapped(self.model, lambda *_: held.append(run()))  # type: ignore[arg-type]
         try:
-            functional_call(call, self._tensors(params), (None,))
+            with swapped(self.model, self._tensors(params)):
+                return run()
         except (LapwingError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
@@ -142,7 +140,6 @@ class TangentModel:
                 f"a reverse pass through the network failed: {type(error).__name__}: {error}; check that backward() "
                 "works on its outputs (a layer that changes its input in place does not, in a checkpoint)"
             ) from error
-        return held[0]
 
     def __call__(self, x: Any) -> Tensor:
         with torch.no_grad(), evaluating(self.model), plain_kernels():
@@ -228,8 +225,7 @@ def linearize(
     model = unwrapped(model)
     _check(model)
     forward = forward or call
-    with evaluating(model), plain_kernels():
-        layout = select(model, subset, example, forward)
+    layout = select(model, subset, example, forward)
     tensors = {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
     params = {n: tensors[n][layout.masks[n]] if n in layout.masks else tensors.pop(n) for n in layout.names}
     buffers = tuple(n for n, _ in model.named_buffers())

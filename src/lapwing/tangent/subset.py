@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from lapwing import given, tree
 from lapwing.errors import InvalidValue
-from lapwing.tangent.calling import Forward, Swapped, compiled, naming_inputs
+from lapwing.tangent.calling import Forward, compiled, naming_inputs, swapped
+from lapwing.tangent.evaluating import evaluating
+from lapwing.tangent.kernels import plain_kernels
 from lapwing.tree import Layout
 
 
@@ -201,10 +203,13 @@ def _traced(
         ended[0] += 1
         return seen(name, out) if leaf else None
 
-    with ExitStack() as hooks, torch.enable_grad(), naming_inputs(model, example):
+    modes = torch.enable_grad(), evaluating(model), plain_kernels(), naming_inputs(model, example)
+    with ExitStack() as hooks:
+        for mode in modes:
+            hooks.enter_context(mode)
         for name, module in model.named_modules():
             if any(True for _ in module.parameters(recurse=False)):
                 hooks.callback(module.register_forward_pre_hook(before).remove)
                 hooks.callback(module.register_forward_hook(functools.partial(after, name=name)).remove)
-        tensors = {f"model.{n}": t for n, t in {**params, **buffers}.items()}
-        return torch.func.functional_call(Swapped(model, forward), tensors, (example,)), params
+        with swapped(model, {**params, **buffers}):
+            return forward(model, example), params

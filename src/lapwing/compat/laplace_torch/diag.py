@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lapwing.compat.laplace_torch.parametric import ParametricLaplace
@@ -50,6 +51,12 @@ class DiagLaplace(ParametricLaplace):
         )
 
     _flat: tuple[State, Tensor] | None = None
+
+    def _covariance(self, rows: Tensor) -> Tensor:
+        """In the dtype of the rows, float32 or better: no difference is taken."""
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        half = wide * linalg.diagonal(self._posterior).rsqrt().to(wide)
+        return (half @ half.mT).to(rows.dtype)
 
     def _colored(self, noise: Tensor) -> Tensor:
         return noise * self.posterior_scale

@@ -6,6 +6,7 @@ the loader gives is taken as it is: random augmentation is not refused, as it is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +16,31 @@ from torch import Tensor, nn
 from lapwing import tree
 from lapwing.curvature.accumulate import PROBE_EXAMPLES
 from lapwing.curvature.structure import Probe
+from lapwing.data import ReadAsTheyCome
 from lapwing.errors import InvalidValue
 from lapwing.tangent import TangentModel
 
 
-@dataclass(frozen=True)
-class Batches:
+@dataclass(eq=False)
+class Batches(ReadAsTheyCome):
     """Pairs (inputs, targets) of a loader."""
 
     loader: Any
     target_key: str
+    begun: Iterator[Any] | None = None  # a pass of which the first batch was looked at
+
+    def first(self) -> tuple[Any, Any]:
+        """The first batch, which the next pass gives again without another read."""
+        rest = iter(self.loader)
+        batch = next(rest, None)
+        if batch is None:
+            raise InvalidValue("the data hold no batch; give at least one example")
+        self.begun = itertools.chain([batch], rest)
+        return self.split(batch)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return (self.split(batch) for batch in self.loader)
+        batches, self.begun = self.begun or self.loader, None
+        return (self.split(batch) for batch in batches)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -64,5 +77,4 @@ def caller(inputs: Any) -> Callable[[nn.Module, Any], Tensor] | None:
 def probed(tangent: TangentModel, x: Any, n: int) -> Probe:
     """What a pass needs to know of a problem, from the inputs of its first batch."""
     some = tree.rows_of(x, slice(0, PROBE_EXAMPLES)) if tangent.separable(x) else x
-    f = tangent(some)
-    return Probe(n, f[0, ..., 0].numel(), f.shape[-1], tangent.layout.size, some)
+    return Probe(n, *tangent.output_shape(some), tangent.layout.size, some)

@@ -7,7 +7,9 @@ operator. What differs between structures is in `full.py`, `kron.py`, `diag.py` 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +26,9 @@ from lapwing.curvature import State, Structure, accumulate
 from lapwing.errors import InvalidValue, warn
 from lapwing.operators import linalg
 from lapwing.push import At, push
-from lapwing.tangent import TangentModel, linearize
+from lapwing.tangent import TangentModel, linearize, proof
 from lapwing.tangent.evaluating import evaluating
+from lapwing.tangent.facts import Facts
 from lapwing.tangent.kernels import plain_kernels
 from lapwing.tangent.rows import units
 
@@ -65,7 +68,7 @@ class ParametricLaplace(Predicting, BaseLaplace):
 
     def _summed(self, loader: Any, progress: bool) -> State:
         batches = Batches(loader, self.dict_key_y)
-        given = batches.split(next(iter(loader)))[0]
+        given = batches.first()[0]
         tangent = self._linearized(given)
         seen = loading.probed(tangent, tree.moved(given, self._device), batches.count)
         self.n_outputs = seen.outputs
@@ -195,12 +198,16 @@ class ParametricLaplace(Predicting, BaseLaplace):
     def functional_variance(self, Js: Tensor) -> Tensor:
         """J P⁻¹ Jᵀ of each input for Jacobians (n, c, p), (n, c, c)."""
         self._check_jacobians(Js)
-        return linalg.covariance(self._posterior, Js.double()).to(Js.dtype)
+        return self._covariance(Js)
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
         """J P⁻¹ Jᵀ of all inputs together for Jacobians (n, c, p), (n c, n c)."""
         self._check_jacobians(Js)
-        return linalg.covariance(self._posterior, Js.double().reshape(1, -1, Js.shape[-1]))[0].to(Js.dtype)
+        return self._covariance(Js.reshape(1, -1, Js.shape[-1]))[0]
+
+    def _covariance(self, rows: Tensor) -> Tensor:
+        """J P⁻¹ Jᵀ of rows (n, c, p), (n, c, c)."""
+        return linalg.covariance(self._posterior, rows.double()).to(rows.dtype)
 
     def _check_jacobians(self, Js: Any) -> None:
         if not isinstance(Js, Tensor) or Js.ndim != 3 or Js.shape[-1] != self._groups.size:
@@ -237,7 +244,8 @@ class ParametricLaplace(Predicting, BaseLaplace):
         samples, tangent = self.sample(n_samples, generator), self._fitted.tangent
         if model_kwargs:
             forward = tangent.forward
-            tangent = replace(tangent, forward=lambda model, x: _with(forward, model, model_kwargs, x))
+            facts = Facts(separable=tangent.facts.separable)
+            tangent = replace(tangent, forward=lambda model, x: _with(forward, model, model_kwargs, x), facts=facts)
         with torch.set_grad_enabled(self.enable_backprop), evaluating(tangent.model), plain_kernels():
             return self._run(tangent, samples, tree.moved(x, self._device))
 
@@ -251,7 +259,8 @@ class ParametricLaplace(Predicting, BaseLaplace):
         if self._batched(tangent):
             try:
                 found = torch.func.vmap(at, chunk_size=CHUNK)(samples)
-                if torch.allclose(found[0], at(samples[0]), rtol=1e3 * tangent.eps, atol=1e3 * tangent.eps):
+                right = partial(_close, found, at, samples, 1e3 * tangent.eps)
+                if proof.once(tangent, "weights", proof.shapes(x, samples), right):
                     return found
             except RuntimeError:  # a network that vmap cannot follow
                 pass
@@ -308,6 +317,11 @@ class ParametricLaplace(Predicting, BaseLaplace):
         core, structure = self._core, self._structure
         fingerprints: dict[str, str] = {}
         return State(structure, self._factor, core.kind, 1, tangent, fingerprints, 0, {}, sums, parts=parts)
+
+
+def _close(found: Tensor, at: Callable[[Tensor], Tensor], samples: Tensor, eps: float) -> bool:
+    """Whether outputs (s, n, c) at weight vectors (s, p) are those at the first by itself."""
+    return torch.allclose(found[0], at(samples[0]), rtol=eps, atol=eps)
 
 
 def _with(forward: Any, model: Any, options: dict[str, Any], x: Any) -> Tensor:
