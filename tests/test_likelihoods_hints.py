@@ -93,4 +93,4 @@ def test_targets_that_a_collate_function_makes_are_not_held_to_what_they_were_be
 
 def test_preferences_may_all_name_the_first_item():
     assert not BradleyTerry().target_note(torch.zeros(200, dtype=torch.long), 2)
-    assert "2 outputs" in Categorical().target_note(torch.zeros(200, dtype=torch.long), 2)
+    assert "have the label 0" in Categorical().target_note(torch.zeros(200, dtype=torch.long), 2)

@@ -272,7 +272,7 @@ def _agrees(record: Record, part: Part, g: Tensor | None, truth: dict[str, Tenso
     """Whether the rule gives the gradient of each example from its own inputs and output gradients alone."""
     if g is None:
         return False
-    eps = torch.finfo(record.f.dtype).eps
+    eps = torch.finfo(g.dtype).eps
     try:
         g, view = record.readers[part.name](g), replace(record, parts=(part,)).views()[part.name]
         if g.shape != (examples.stop - examples.start, len(record.f), view.positions, *part.shape[:2]):
