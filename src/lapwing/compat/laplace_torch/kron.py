@@ -67,6 +67,13 @@ class KronLaplace(ParametricLaplace):
         """P, by eigenvalues and eigenvectors, with gradients in the hyperparameters."""
         return self.H * self._H_factor + self.prior_precision
 
+    def _covariance(self, rows: Tensor) -> Tensor:
+        """In the dtype of the rows, where every layer has Kronecker factors: no difference is taken."""
+        if rows.dtype != self._dtype or any(part.kind != "kron" for part in self._fitted.parts):
+            return super()._covariance(rows)
+        half = self.posterior_precision.whitened(rows)
+        return half @ half.mT
+
     def _colored(self, noise: Tensor) -> Tensor:
         with torch.no_grad():
             return self.posterior_precision.bmm(noise, -0.5)

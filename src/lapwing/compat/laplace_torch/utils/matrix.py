@@ -96,12 +96,20 @@ class KronDecomposed:
 
     def bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
         """M^exponent W for vectors W (..., p)."""
-        out, start = [], 0
-        for vectors, values in self._entries():
-            own = W[..., start : start + values.numel()].reshape(*W.shape[:-1], *values.shape)
-            start += values.numel()
-            out.append(_turned(own, vectors, values**exponent).reshape(*W.shape[:-1], -1))
+        out = [_turned(w, vectors, values**exponent).flatten(W.ndim - 1) for w, vectors, values in self._cut(W)]
         return torch.cat(out, -1)
+
+    def whitened(self, W: Tensor) -> Tensor:
+        """M^(−½) W in the basis of M's eigenvectors, for vectors W (..., p): products of two are those by M⁻¹."""
+        out = [(_into(w, vectors) * values.rsqrt()).flatten(W.ndim - 1) for w, vectors, values in self._cut(W)]
+        return torch.cat(out, -1)
+
+    def _cut(self, W: Tensor) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
+        """Each entry's part of vectors W (..., p), with its eigenvectors and eigenvalues."""
+        start = 0
+        for vectors, values in self._entries():
+            yield W[..., start : start + values.numel()].reshape(*W.shape[:-1], *values.shape), vectors, values
+            start += values.numel()
 
     def inv_square_form(self, W: Tensor) -> Tensor:
         """W M⁻¹ Wᵀ for W (n, c, p), (n, c, c)."""
@@ -124,11 +132,16 @@ def _outer(values: list[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.outer(*values)
 
 
+def _into(w: Tensor, vectors: list[Tensor]) -> Tensor:
+    """Uᵀ w for w (..., o, i) or (..., o)."""
+    return w @ vectors[0] if len(vectors) == 1 else vectors[0].mT @ w @ vectors[1]
+
+
 def _turned(w: Tensor, vectors: list[Tensor], values: Tensor | None) -> Tensor:
     """U (values ∘ Uᵀ w) for w (..., o, i) or (..., o); U w itself without values."""
     if len(vectors) == 1:
-        w = w if values is None else (w @ vectors[0]) * values
+        w = w if values is None else _into(w, vectors) * values
         return w @ vectors[0].mT
     left, right = vectors
-    w = w if values is None else (left.mT @ w @ right) * values
+    w = w if values is None else _into(w, vectors) * values
     return left @ w @ right.mT
