@@ -262,10 +262,10 @@ def test_the_doctors_finding_is_exit_code_1(folder: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(lw.Laplace, "report"), reason="there are no reports yet")
 def test_report_writes_a_page(folder: Path) -> None:
-    fit("net.fit")
+    fit("net.fit", "--structure", "kron")
     more = ("--train", "train.npz", "--ood", "train.npz")
     run("report", *NET, "--fit", "net.fit", "--data", "test.npz", "--out", "net.html", *more)
-    assert "</html>" in Path("net.html").read_text(encoding="utf-8")
+    assert "Certificate of kron against the true curvature" in Path("net.html").read_text(encoding="utf-8")
 
 
 def test_the_demo_is_that_of_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,17 @@ BAD: dict[str, tuple[str, dict[str, str], str]] = {  # a factory, options, and w
     "no weights": ("nets:make", {"--weights": "no.pt"}, "there is no file no.pt"),
     "a folder": ("nets:make", {"--weights": "."}, "is a folder"),
     "other weights": ("nets:wide", {"--weights": "net.pt"}, "not a checkpoint of nets:wide"),
-    "no checkpoint": ("nets:make", {"--weights": "nets.py"}, "cannot read the checkpoint nets.py"),
+    "no checkpoint": (
+        "nets:make",
+        {"--weights": "nets.py"},
+        "nets.py: it holds other things than tensors",
+    ),
+    "an empty checkpoint": ("nets:make", {"--weights": "empty.pt"}, "empty.pt: it holds other things than tensors"),
+    "half a checkpoint": (
+        "nets:make",
+        {"--weights": "half.pt"},
+        "half.pt: it holds other things than tensors",
+    ),
     "a whole model": ("nets:make", {"--weights": "model.pt"}, "save model.state_dict()"),
     "more than weights": ("nets:make", {"--weights": "training.pt"}, "['model', 'epoch']"),
     "no safetensors": ("nets:make", {"--weights": "net.safetensors"}, "cannot read the checkpoint"),
@@ -344,12 +354,13 @@ BAD: dict[str, tuple[str, dict[str, str], str]] = {  # a factory, options, and w
     "no factory": ("nets:mak", {}, "did you mean 'make'?"),
     "a factory that raises": ("nets:broken", {}, "ZeroDivisionError: division by zero (nets.py, line "),
     "a factory that leaves": ("nets:leaves", {}, "SystemExit: I leave"),
-    "no network": ("nets:nothing", {}, "gives a NoneType"),
+    "no network": ("nets:nothing", {}, "nets:nothing returns NoneType"),
     "a module that raises": (
         "unsound:make",
         {},
         "importing unsound raised RuntimeError: oh no (unsound.py, line 3)",
     ),
+    "a module that is none": ("unwritten:make", {}, "raised SyntaxError: '(' was never closed (unwritten.py, line 1)"),
     "no data": ("nets:make", {"--data": "no.npz"}, "there is no file no.npz"),
     "data cut short": ("nets:make", {"--data": "cut.npz"}, "cannot read cut.npz"),
     "data of another kind": ("nets:make", {"--data": "nets.py"}, "none of .npz, .csv, .parquet"),
@@ -381,6 +392,9 @@ def test_bad_input_is_one_line_exit_code_2_and_no_file(folder: Path, name: str) 
     if "csv" in name or "target" in name or "column" in name:
         pytest.importorskip("pandas", reason="tables are read by pandas")
     Path("unsound.py").write_text("def make():\n    pass\nraise RuntimeError('oh\\nno')\n")
+    Path("unwritten.py").write_text("make(\n")
+    Path("empty.pt").touch()
+    Path("half.pt").write_bytes(Path("net.pt").read_bytes()[:900])
     Path("cut.npz").write_bytes(Path("train.npz").read_bytes()[:200])
     Path("bad.csv").write_bytes(b"\xff\xfe\x00\x81" * 50)
     Path("numbers.csv").write_text("a,b,c,y\n1,1,2,0\n3,2,4,1\n")

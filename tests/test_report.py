@@ -162,13 +162,20 @@ def test_a_step_is_the_fit_under_that_prior(which, request):
 
 
 @pytest.mark.full
-def test_at_the_chosen_prior_a_calibrated_fit_predicts_as_itself():
+@pytest.mark.parametrize(("still", "held"), [(0.0, True), (1e9, False)])
+def test_a_calibration_is_held_unless_it_leaves_nothing_to_the_prior(still, held, monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep, "STILL", still)
     fit = lw.laplace(network(4), (X, integers(4, 30)), "classification").tuned()
     y = integers(4, 21, seed=5)
-    found = sweep.over_priors(fit, gather({"it": fit}, (TEST, y)))
-    chosen = found.steps[sweep.CHOSEN].scored
-    close(chosen.prediction.probs, fit.predict(TEST).probs)
     assert fit.calibration is not None
+    found = sweep.over_priors(fit, gather({"it": fit}, (TEST, y)))
+    close(found.own.prediction.probs, fit.predict(TEST).probs)
+    for step in (found.steps[0], found.steps[sweep.CHOSEN]):
+        prior = fit.prior.scaled(step.factor)
+        moved = dataclasses.replace(fit, prior=prior) if held else fit.replace(prior=prior)
+        close(step.scored.prediction.probs, moved.predict(TEST).probs)
+    assert found.left_out == ("" if held else str(fit.calibration))
+    assert ("as la.replace(prior=…) predicts" in page(fit, y, tmp_path)) is not held
 
 
 def test_terms_move_as_the_evidence_does(numbers):

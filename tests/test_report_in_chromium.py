@@ -23,7 +23,7 @@ pytestmark = [
 ]
 QUIET = "disable-gpu disable-quic no-first-run disable-background-networking disable-component-update disable-sync"
 ARGS = ["--headless", "--no-sandbox", *(f"--{name}" for name in QUIET.split())]
-KINDS = ("numbers", "line", "classes", "images", "compared")
+KINDS = ("numbers", "line", "classes", "images", "calibrated", "compared")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     classes.report((test, labels), path / "classes.html", ood=9 * test)
     images = lw.laplace(net(64, 4), (normal(30, 64), integers(4, 30)), "categorical", structure="diag", prior=5.0)
     images.report((normal(25, 64, seed=1), labels), path / "images.html")
+    calibrated = lw.laplace(net(3, 4), (x, integers(4, 30, seed=1)), "classification").tuned()
+    assert calibrated.calibration is not None
+    calibrated.report((test, labels), path / "calibrated.html")
     lw.report(
         {"one": numbers, "a rather long name of a fit": numbers.replace(prior=9.0)}, (test, y), path / "compared.html"
     )
@@ -85,7 +88,7 @@ def test_nothing_goes_wrong_and_nothing_is_fetched(kind, folder, browser):
         assert seen.page.evaluate("document.images.length") == (12 if kind == "images" else 0)
 
 
-@pytest.mark.parametrize("kind", ["numbers", "line", "classes", "images"])
+@pytest.mark.parametrize("kind", ["numbers", "line", "classes", "images", "calibrated"])
 def test_the_slider_moves_the_picture_and_back(kind, folder, browser):
     name = "bars" if kind in ("numbers", "line") else "discs"
     with Seen(browser, folder / f"{kind}.html") as seen:
@@ -147,6 +150,19 @@ def test_it_prints_in_ink_on_white(folder, browser, tmp_path):
         assert seen.page.locator("body").evaluate("e => getComputedStyle(e).backgroundColor") == "rgb(255, 255, 255)"
         assert not seen.page.get_by_role("slider").is_visible()
         assert seen.page.locator("path[data-sweep=bars]").is_visible()
+
+
+def test_it_prints_the_prior_of_the_fit_wherever_the_slider_is(folder, browser, tmp_path):
+    with Seen(browser, folder / "classes.html") as seen:
+        told = lambda: seen.page.locator("output[data-sweep=precision]").inner_text()  # noqa: E731
+        start, slider = told(), seen.page.get_by_role("slider")
+        seen.page.evaluate("onbeforeprint = () => { window.printed = document.querySelector('output').innerText; }")
+        slider.focus()
+        slider.press("End")
+        moved = told()
+        seen.page.pdf(path=tmp_path / "it.pdf")
+        assert seen.page.evaluate("window.printed") == start != moved
+        assert told() == moved
 
 
 def test_without_scripts_the_charts_are_there_and_the_slider_is_not(folder, browser):

@@ -1,5 +1,5 @@
 """Runs in an environment where the package was installed with some extras: what they bring imports, and so does every
-module of the package, but for those that name an extra which is not there.
+module of the package, but for those that name an extra which is not there, and for the command line's where it says so.
 
     python probe.py README.md [EXTRA ...]
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import pkgutil
 import re
+import subprocess
 import sys
 from importlib.metadata import packages_distributions, requires
+from pathlib import Path
 
+COMMANDS_NEED = ("typer", "rich")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -38,6 +42,16 @@ def modules_of(packages: set[str]) -> list[str]:
     return sorted(m for m, homes in table.items() if {normal(h) for h in homes} & packages and m[0] not in "_.")
 
 
+def commands() -> list[str]:
+    """What is wrong with `lapwing` alone: it shows its help, or names the extra in one line."""
+    found = subprocess.run([Path(sys.executable).with_name("lapwing")], capture_output=True, text=True, check=False)
+    if all(map(importlib.util.find_spec, COMMANDS_NEED)):
+        good = found.returncode == 0 and "Usage" in found.stdout
+    else:
+        good = found.returncode == 2 and found.stderr.count("\n") == 1 and "lapwing[cli]" in found.stderr
+    return [] if good else [f"lapwing: exit code {found.returncode}\n{found.stdout}{found.stderr}"]
+
+
 def check(extras: list[str]) -> list[str]:
     """What does not import, and why."""
     wrong = []
@@ -47,6 +61,7 @@ def check(extras: list[str]) -> list[str]:
             importlib.import_module(name)
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}")
+    wrong += commands()
     lapwing = importlib.import_module("lapwing")
     for found in pkgutil.walk_packages(lapwing.__path__, "lapwing.", onerror=lambda name: None):
         if found.name.endswith("__main__"):
@@ -54,6 +69,8 @@ def check(extras: list[str]) -> list[str]:
         try:
             importlib.import_module(found.name)
         except Exception as error:
+            if found.name.startswith("lapwing.cli.") and getattr(error, "name", None) in COMMANDS_NEED:
+                continue
             named = set(re.findall(r"lapwing\[(\w+)\]", str(error)))
             if not named or named & set(extras):
                 wrong.append(f"{found.name}: {type(error).__name__}: {error}")

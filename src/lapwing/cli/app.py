@@ -53,12 +53,8 @@ def demo(
     alone()
     try:
         from lapwing.demo.run import run
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("sklearn", "matplotlib"):
-            raise
-        why = f"the demo needs {missing}, which is not installed; pip install 'lapwing[demo]'"
-        raise Unsupported(why) from error
+    except ImportError as error:
+        raise Unsupported(str(error)) from error
     with contextlib.redirect_stdout(ctx.obj.stdout):  # its tables are the figures
         run(out, seed)
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
@@ -62,7 +62,8 @@ def attempted(run: Callable[[], Any], what: str) -> Any:
     except InvalidValue:
         raise
     except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*OURS, "<frozen"))]
+        passed = (*OURS, importlib.__file__, "<frozen")
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
         raise InvalidValue(f"{what} raised {type(error).__name__}: {short(error)}{place}") from error
 
@@ -91,7 +92,7 @@ def network(factory: str, weights: Path | None, device: torch.device) -> nn.Modu
     made = named(factory, "a network")
     model = made if isinstance(made, nn.Module) else attempted(made, f"{factory}()")
     if not isinstance(model, nn.Module):
-        raise InvalidValue(f"{factory} gives a {type(model).__name__}; a factory returns a torch.nn.Module")
+        raise InvalidValue(f"{factory} returns {type(model).__name__}; a factory returns a torch.nn.Module")
     if weights is not None:
         try:
             model.load_state_dict(_state_dict(weights))
@@ -106,9 +107,9 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of pickle, zip files and safetensors, each with classes of its own
-        pickled = isinstance(error, pickle.UnpicklingError)  # whose text asks to trust the file
-        why = "it holds other things than tensors, or torch did not write it" if pickled else short(error)
+    except Exception as error:  # of pickle and zip files, whose texts ask to trust the file or are a byte of it
+        told = isinstance(error, (OSError, safetensors.SafetensorError))
+        why = short(error) if told else "it holds other things than tensors, or torch did not write it whole"
         raise InvalidValue(
             f"cannot read the checkpoint {path}: {why}; save model.state_dict() by torch.save, or as .safetensors"
         ) from error

@@ -138,7 +138,8 @@ def report(
     if train is not None:
         la = la.attached(Source.of(train, inputs, target).labelled(la.likelihood))
     unlike = ood and Source.of(ood, inputs, target).unlabelled()
-    la.report(Source.of(data, inputs, target).labelled(la.likelihood), out, ood=unlike)
+    test = Source.of(data, inputs, target).labelled(la.likelihood)
+    la.report(test, out, ood=unlike, certify=None if train is None else True)
     ctx.obj.figures({"file": out}, as_json)
 
 

@@ -53,9 +53,33 @@ def module(la: Laplace, example: Any, link: str = "probit", mean: str | None = N
     x = _countable(x)
     served = Served(la, x, link, _multiplied(la, mean or la.mean))
     with torch.no_grad():
-        traced = make_fx(served, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+        traced = make_fx(served, BACKWARD, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
     _hold(traced, la, x, link, mean or la.mean)
     return traced
+
+
+def _convolution_backward(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    output_mask: list[bool],
+) -> tuple[Tensor, None, None]:
+    """The gradient in a convolution's inputs, as a convolution: ONNX has no operator for it. Weights are constants."""
+    spans = zip(x.shape[2:], stride, padding, dilation, weight.shape[2:], strict=True)
+    left = [(size + 2 * p - d * (k - 1) - 1) % s for size, s, p, d, k in spans]  # over, past the last step
+    over = [0] * len(left) if transposed else left
+    back = torch.ops.aten.convolution(g, weight, None, stride, padding, dilation, not transposed, over, groups)
+    return back, None, None
+
+
+BACKWARD = {torch.ops.aten.convolution_backward.default: _convolution_backward}
 
 
 def _countable(x: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from lapwing.report.facts import Scored
 from lapwing.report.sweep import CHOSEN, Sweep
 
 SHOWN = 48  # test examples with error bars
-STILL = 1e-3  # nats an example
 ROOM = 1.3  # nats shown, beyond what the terms move by within a decade
 TERMS = {"fit": "t-fit", "quadratic": "t-quadratic", "occam": "t-occam"}
 
@@ -31,7 +30,6 @@ class Moving:
     evidence: str
     predictions: str
     what: str  # what the second chart shows
-    still: bool  # whether predictions hardly move: their NLL, by less than STILL
     values: dict[str, list[str]]
 
     def payload(self) -> dict[str, Any]:
@@ -51,8 +49,7 @@ def moving(sweep: Sweep) -> Moving:
     else:
         what, chart = "", ""
     _readings(sweep, values)
-    nll = [step.scored.scores["nll"] for step in sweep.steps]
-    return Moving(evidence, chart, what, max(nll) - min(nll) < STILL, values)
+    return Moving(evidence, chart, what, values)
 
 
 def deltas(sweep: Sweep) -> dict[str, list[float]]:
@@ -91,7 +88,7 @@ def _reliability(sweep: Sweep, values: dict[str, list[str]]) -> str:
     chart = shares("confidence: what it says", "accuracy: how often it is right")
     marks = [reliability_marks(chart, _known(step.scored.reliability)) for step in sweep.steps]
     values["curve"], values["discs"] = [m[0] for m in marks], [m[1] for m in marks]
-    chart.mark("line s1 faint", values["curve"][CHOSEN])
+    chart.mark("line s1 faint", reliability_marks(chart, _known(sweep.own.reliability))[0])
     chart.mark("line s1", values["curve"][CHOSEN], "curve")
     chart.mark("dots s1", values["discs"][CHOSEN], "discs")
     return chart.svg("Reliability at the prior precision of the slider")

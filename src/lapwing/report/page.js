@@ -17,6 +17,8 @@
   };
   input.addEventListener("input", () => show(input.value));
   reset.addEventListener("click", () => { input.value = chosen; show(chosen); });
+  addEventListener("beforeprint", () => show(chosen));
+  addEventListener("afterprint", () => show(input.value));
   input.value = chosen;
   show(chosen);
   input.hidden = reset.hidden = false;

@@ -41,6 +41,10 @@ CAPTIONS = {
     "known": "ood_score of the test inputs: the variance of the outputs, which grows away from the training data. "
     "report(…, ood=x) sets inputs that are unlike them beside it.",
 }
+LEFT_OUT = (
+    "Under this fit’s calibration ({}) predictions hardly depend on the prior. NLL, ECE, confidence and the second "
+    "chart are therefore without it, as la.replace(prior=…) predicts; the evidence knows no calibration."
+)
 TERMS = (("s1", "log evidence"), ("t-fit", "fit"), ("t-quadratic", "− quadratic"), ("t-occam", "− occam"))
 
 
@@ -130,18 +134,21 @@ def _prior(found: Sweep | str) -> str:
     held = "the trained weights." if found.center == "map" else f"the mode of the {found.center} model."
     drawn = [(made.evidence, f"{CAPTIONS['evidence']} {held}")]
     if made.predictions:
-        drawn.append((made.predictions, _moved(made, len(found.targets))))
+        drawn.append((made.predictions, _moved(found, made.what)))
+    said = words(LEFT_OUT.format(found.left_out)) if found.left_out else ""
     seen = (("seen", "observed"),) if made.what == "error bars" else ()
-    return section(title, _slider(made, len(found.steps)) + legend(TERMS + seen) + charts(drawn) + _payload(made))
+    moved = _slider(made, len(found.steps)) + legend(TERMS + seen) + charts(drawn) + _payload(made)
+    return section(title, said + moved)
 
 
-def _moved(made: Moving, n: int) -> str:
-    what = {
-        "reliability": f"Reliability on {n:,} test examples; dotted: at the prior of the fit.",
+def _moved(found: Sweep, what: str) -> str:
+    n = len(found.targets)
+    shown = {
+        "reliability": f"Reliability on {n:,} test examples; dotted: that of the fit.",
         "error bars": f"95 % intervals of some test examples; the readings are of {n:,}.",
-    }[made.what]
-    still = " They hardly depend on the prior." if made.still else ""
-    return f"{what} The noise, the mean and the calibration are held.{still}"
+    }[what]
+    held = "The noise and the mean are held." if found.left_out else "The noise, the mean and the calibration are held."
+    return f"{shown} {held}{' They hardly depend on the prior.' if found.still else ''}"
 
 
 def _slider(made: Moving, count: int) -> str:
@@ -156,7 +163,7 @@ def _slider(made: Moving, count: int) -> str:
         '<div class="slider" id="slider"><label for="precision"><span>Prior precision: the larger, the narrower the '
         f'error bars</span><output for="precision" data-sweep="precision">{first}</output></label>'
         f'<input id="precision" type="range" min="0" max="{count - 1}" step="1" value="{at}" hidden>'
-        f'<button type="button" hidden>Back to the fit’s own</button><dl class="readings">{cells}</dl></div>'
+        f'<button type="button" hidden>Back to the fit’s own prior</button><dl class="readings">{cells}</dl></div>'
     )
 
 

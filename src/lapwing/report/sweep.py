@@ -3,12 +3,14 @@
     log Z(c) = fit − quadratic − occam,        f ~ N(·, J (G + c A)⁻¹ Jᵀ)        for c from 1/100 to 100
 
 Held are the noise, the mean that predictions are about, and a calibration, so that at c = 1 predictions are the fit's
-own. Where the tangent center would take passes over the data at each c, the evidence is that at the trained weights.
+own. A calibration that leaves nothing to the prior is left out instead, as replace(prior=...) does. Where the tangent
+center would take passes over the data at each c, the evidence is that at the trained weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ DECADES, EACH = 2, 4  # to both sides, and steps in each
 FACTORS = tuple(10 ** (k / EACH) for k in range(-DECADES * EACH, DECADES * EACH + 1))
 CHOSEN = DECADES * EACH  # the place of c = 1
 EXAMPLES = 1000  # of the test data, at most
+STILL = 1e-3  # nats an example
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +47,18 @@ class Sweep:
     center: str  # where the evidence is taken
     inputs: Any
     targets: Tensor  # of the test examples that are predicted
+    own: Scored  # what the fit itself predicts of them
+    left_out: str = ""  # the calibration that steps predict without
 
     @property
     def best(self) -> Step:
         """Where the evidence is highest."""
         return max(self.steps, key=lambda step: float(step.terms.log_evidence))
+
+    @property
+    def still(self) -> bool:
+        """Whether predictions hardly move: their NLL, by less than STILL."""
+        return _still([step.scored for step in self.steps])
 
 
 def over_priors(fit: Any, facts: ReportFacts) -> Sweep | str:
@@ -60,10 +70,18 @@ def over_priors(fit: Any, facts: ReportFacts) -> Sweep | str:
         some = slice(0, None, -(-len(y) // EXAMPLES))
         x, y = tree.rows_of(x, some), y[some]
     center = _center(fit)
+    priors, left_out = [fit.prior.scaled(c) for c in FACTORS], ""
     with torch.no_grad():
-        steps = tuple(_step(fit, c, center, x, y) for c in FACTORS)
+        terms = [_terms(fit.replace(prior=prior), fit.center, center) for prior in priors]
+        # the fit's own mean and calibration, which replace() forgets
+        found = [scored("", dataclasses.replace(fit, prior=prior).predict(x), y) for prior in priors]
+        own = found[CHOSEN]
+        if getattr(fit, "calibration", None) is not None and _still(found):
+            left_out = str(fit.calibration)
+            found = [scored("", fit.replace(prior=prior).predict(x), y) for prior in priors]
     values = fit.prior.precision.detach().reshape(-1)
-    return Sweep(steps, float(values[0]) if values.numel() == 1 else None, center, x, y)
+    precision = float(values[0]) if values.numel() == 1 else None
+    return Sweep(tuple(map(Step, FACTORS, terms, found)), precision, center, x, y, own, left_out)
 
 
 def _without(fit: Any) -> str:
@@ -86,9 +104,10 @@ def _center(fit: Any) -> str:
     return str(fit.center) if held else "map"
 
 
-def _step(fit: Any, c: float, center: str, x: Any, y: Tensor) -> Step:
-    prior = fit.prior.scaled(c)
-    elsewhere = fit.replace(prior=prior)
-    terms = elsewhere.decompose() if center == fit.center else elsewhere.decompose(center)
-    moved = dataclasses.replace(fit, prior=prior)  # keeps what replace() forgets: the mean, the calibration
-    return Step(c, terms, scored(f"{c:g}", moved.predict(x), y))
+def _terms(fit: Any, own: str, center: str) -> Evidence:
+    return fit.decompose() if center == own else fit.decompose(center)
+
+
+def _still(found: Sequence[Scored]) -> bool:
+    nll = [one.scores["nll"] for one in found]
+    return max(nll) - min(nll) < STILL
