@@ -571,3 +571,12 @@ def test_pictures_are_drawn_in_axes_that_are_given(inputs_of: int) -> None:
     both = figures.Figure()
     labels.plot(ax=both.subplots(2, 1))
     assert all(one.has_data() for one in both.axes)
+
+
+def test_one_example_is_told_to_become_a_batch() -> None:
+    x = torch.randn(9, 3)
+    la = lw.laplace(nn.Sequential(nn.Linear(3, 2)), (x, torch.randn(9, 2)), "gaussian")
+    for one in (x[0], x[0].numpy()):
+        with pytest.raises(lw.errors.NetworkFailed, match=r"make one example a batch, x\[None\]"):
+            la.predict(one)
+    assert la.predict(x[0][None]).mean.shape == (1, 2)

@@ -250,7 +250,7 @@ def check_finite(inputs: Any, what: str) -> None:
             continue
         if not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
-            raise InvalidValue(f"{what} hold {bad} NaN or infinite values; clean the data before fitting")
+            raise InvalidValue(f"{what} hold {bad} NaN or infinite values; clean the data")
 
 
 def passes(

@@ -62,11 +62,13 @@ def naming_inputs(model: nn.Module, inputs: Any) -> Iterator[None]:
     except (LapwingError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError) as error:
-        found = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tree.tensors(inputs)]
+        given = tree.tensors(inputs)
+        found = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given]
+        batch = "make one example a batch, x[None], and " if any(t.ndim == 1 for t in given) else ""
         own = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
         raise NetworkFailed(
             f"the network failed on inputs of {', '.join(found[:4]) or type(inputs).__name__}: {type(error).__name__}: "
-            f"{error}; give inputs of the shapes and dtypes that it was trained on (its weights are "
+            f"{error}; {batch}give inputs of the shapes and dtypes that it was trained on (its weights are "
             f"{', '.join(sorted(own))}), or say how it is called with forward=lambda model, x: ..."
         ) from error
 
