@@ -3,9 +3,10 @@
     LAPWING_DATA=<folder> python studies/classifiers.py [--part small uci images resnets] [--seeds 10 11 12]
     python studies/classifiers.py --table
 
-Each network is scored once: its line goes to out/classifiers.jsonl, and a run leaves out what is there. Several runs
-may write at once. `--table` brings these lines into `results/classifiers.json`, whose other rows stay, and writes the
-tables of `docs/studies/classifiers.md` anew.
+Each network is scored once: its line goes to out/classifiers.jsonl, and a run leaves out what is there or in the
+record, `results/classifiers.json`. Several runs may write at once. `--table` brings the lines into the record, whose
+rows get the seeds that they do not have, and writes the tables of `docs/studies/classifiers.md` anew. A row whose
+seeds are all in the lines is made of these alone: so a change of the rule is scored with `--again`.
 
 A row is all seeds of one set, kind of network and way to train it. d_n is the loss of a column at a test example less
 that of the network, N examples in all seeds. A row is above the network if
@@ -25,12 +26,12 @@ import math
 import pathlib
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from _classifiers_columns import COLUMNS, FEWER, scored
+from _classifiers_columns import COLUMNS, FEWER, RIVALS, scored
 from _classifiers_networks import DEPTHS, PARTS, SEEDS, Unit, problem, units
 from left_out import line, short
 
@@ -47,6 +48,7 @@ FRESH = {  # sets or networks, and who saw their test labels before; others had 
     **dict.fromkeys(("moons100", "moons60", "australian", "breast_cancer", "ionosphere", "waveform"), "other rules"),
 }
 SMALL = ("small", "uci")
+WITH_RIVALS = {"small": (13,), "uci": (13, 14), "images": (11,), "moons": (40, 41)}  # seeds
 NAMES = {"joint": "joint, κ = 5"}
 MEASURES = ("nll", "ece", "brier", "accuracy", "auroc", "joint")
 BARS = {"ResNet-20": 0.2275, "ResNet-32": 0.2120, "ResNet-44": 0.1980, "ResNet-56": 0.1850}  # NLL of the default
@@ -57,34 +59,55 @@ Row = dict[str, Any]
 
 
 def stored() -> list[Row]:
-    """Every network that has been scored, in the order of the parts; the last line of each key."""
-    text = LINES.read_text().splitlines() if LINES.is_file() else []
-    found = {one["key"]: one for one in map(json.loads, text)}
-    return sorted(found.values(), key=lambda one: PARTS.index(one["part"]))
+    """The lines of all networks that were scored."""
+    return [json.loads(one) for one in LINES.read_text().splitlines()] if LINES.is_file() else []
 
 
-def run(unit: Unit) -> Row:
+def recorded() -> Row:
+    """The record, or an empty one."""
+    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cpu_seconds": 0, "rows": []}
+
+
+def wanted(unit: Unit) -> tuple[str, ...]:
+    """Columns of a network; rivals for some seeds of a row."""
+    if unit.part == "resnets" or unit.train > 10_000:
+        return FEWER
+    cannot = {"uci": ("views",), "moons": ("views", "temperature", "validation")}.get(unit.part, ())
+    columns = COLUMNS + (RIVALS if unit.seed in WITH_RIVALS[unit.part] else ())
+    return tuple(c for c in columns if c not in cannot)
+
+
+def missing(todo: list[Unit], lines: list[Row], rows: list[Row]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
+    """Networks with columns that neither lines nor the record have; with rivals goes all that they are held to."""
+    known = {(row["name"], c, seed) for row in rows for c in row["columns"] for seed in seeds_of(row, c)}
+    known |= {(", ".join(one["row"]), c, one["seed"]) for one in lines for c in one["columns"]}
+    for unit in todo:
+        columns = wanted(unit)
+        left = tuple(c for c in columns if (", ".join(unit.row[1:]), c, unit.seed) not in known)
+        if left:
+            yield unit, columns if set(left) & set(RIVALS) else left
+
+
+def run(unit: Unit, columns: tuple[str, ...]) -> Row:
     """A network scored."""
     wall, cpu = time.perf_counter(), time.process_time()
-    large = unit.part == "resnets" or unit.train > 10_000
-    found = scored(problem(unit), FEWER if large else COLUMNS)
+    found = scored(problem(unit), columns)
     seconds = {"wall": round(time.perf_counter() - wall, 1), "cpu": round(time.process_time() - cpu, 1)}
     about = {"key": unit.key, "part": unit.part, "set": unit.set, "kind": unit.kind, "row": list(unit.row[1:])}
     return {**about, "regime": unit.regime, "seed": unit.seed, **found, "seconds": seconds}
 
 
-def runs(todo: list[Unit], limit: int | None) -> None:
+def runs(todo: list[Unit], limit: int | None, again: bool) -> None:
     """A line each, in the file and on the screen."""
-    there = {one["key"] for one in stored()}
-    todo = [unit for unit in todo if unit.key not in there][:limit]
+    some = list(missing(todo, stored(), [] if again else recorded()["rows"]))[:limit]
     LINES.parent.mkdir(exist_ok=True)
-    for i, unit in enumerate(todo, 1):
-        found = run(unit)
+    for i, (unit, columns) in enumerate(some, 1):
+        found = run(unit, columns)
         with LINES.open("a") as file:
             file.write(json.dumps(found) + "\n")
         cells = (f"{c} {s['nll']:.3f}" for c, s in found["columns"].items())
         took = f"{found['seconds']['wall']:.0f} s, {found['seconds']['cpu']:.0f} s of CPU"
-        print(f"{i}/{len(todo)} {unit.key}: {took}; NLL", *cells, flush=True)
+        print(f"{i}/{len(some)} {unit.key}: {took}; NLL", *cells, flush=True)
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------
@@ -98,20 +121,53 @@ def pooled(parts: list[tuple[int, float, float]]) -> tuple[float, float]:
     return mean, math.sqrt(squares / (n.sum() - 1) / n.sum())
 
 
-def pooled_column(networks: list[Row], column: str) -> Row:
-    """Means over seeds, weighted by test examples, and paired differences to the network."""
-    found = [one["columns"][column] for one in networks]
-    n = [one["n"] for one in found]
-    measures = [what for what in MEASURES if found[0][what] is not None]
-    row: Row = dict.fromkeys(MEASURES)
-    row |= {what: float(np.average([one[what] for one in found], weights=n)) for what in measures}
+def seeds_of(row: Row, column: str) -> list[int]:
+    """Of a column in the record."""
+    return row["columns"][column].get("seeds", row["seeds"])
+
+
+def of_record(row: Row, column: str) -> Row:
+    """A column of the record as if it were of one network, with all its test examples."""
+    found = row["columns"][column]
+    n = found.get("n", row["n_test"])
+    pairs = {what: [found[f"{what} − network"], found[f"{what} error"] ** 2 * n] for what in ("nll", "accuracy")}
+    return {**found, "n": n, "seeds": seeds_of(row, column), "difference": pairs}
+
+
+def of_line(one: Row, column: str) -> Row:
+    """A column of one network; of a rival, with the loss of the default on that network."""
+    found = {**one["columns"][column], "seeds": [one["seed"]]}
+    if column in RIVALS:
+        found["default"] = one["columns"]["default"]["nll"]
+    if "beside temperature" in found:
+        found["beside temperature"] = pooled([tuple(found["beside temperature"])])
+    return found
+
+
+def parts_of(column: str, old: Row | None, lines: list[Row]) -> list[Row]:
+    """What a column of a row is made of: of the record and of lines with other seeds; of lines alone, where they have
+    all seeds of the record."""
+    new = {one["seed"]: of_line(one, column) for one in lines if column in one["columns"]}
+    if old is None or column not in old["columns"] or set(seeds_of(old, column)) <= set(new):
+        return [new[seed] for seed in sorted(new)]
+    before = of_record(old, column)
+    return [before, *(new[seed] for seed in sorted(new) if seed not in before["seeds"])]
+
+
+def pooled_column(found: list[Row]) -> Row:
+    """Means over networks, weighted by test examples, and paired differences to the network."""
+    n, seeds = [one["n"] for one in found], [len(one["seeds"]) for one in found]
+    row: Row = {**dict.fromkeys(MEASURES), "n": sum(n), "seeds": [seed for one in found for seed in one["seeds"]]}
+    kept = [what for what in (*MEASURES, "default") if found[0].get(what) is not None]
+    row |= {what: float(np.average([one[what] for one in found], weights=n)) for what in kept}
     for what in ("nll", "ece"):  # one network's spread over draws of test inputs, of the mean of several
         squares = [(count * one[f"{what} spread"]) ** 2 for count, one in zip(n, found, strict=True)]
         row[f"{what} spread"] = math.sqrt(sum(squares)) / sum(n)
-    if "beside temperature" in found[0]:
-        row["beside temperature"] = pooled([tuple(one["beside temperature"]) for one in found])
+    if len(found) == 1 and "beside temperature" in found[0]:  # of ResNets, which have no seeds
+        row["beside temperature"] = found[0]["beside temperature"]
     phases = set.intersection(*(set(one["seconds"]) for one in found))  # the posterior without its rule may have none
-    row["seconds"] = {key: float(np.mean([one["seconds"][key] for one in found])) for key in sorted(phases)}
+    times = {key: [one["seconds"][key] for one in found] for key in sorted(phases)}
+    row["seconds"] = {key: float(np.average(each, weights=seeds)) for key, each in times.items()}
     for what in ("nll", "accuracy"):
         sums = [(count, *one["difference"][what]) for count, one in zip(n, found, strict=True)]
         row[f"{what} − network"], row[f"{what} error"] = pooled(sums)
@@ -122,18 +178,27 @@ def pooled_column(networks: list[Row], column: str) -> Row:
     return row
 
 
-def rows_of(networks: list[Row]) -> list[Row]:
-    """Networks that differ by their seed alone, as one."""
-    rows = []
-    for key in dict.fromkeys(tuple(one["row"]) for one in networks):
-        some = [one for one in networks if tuple(one["row"]) == key]
-        about = {what: some[0][what] for what in ("part", "set", "kind", "regime")}
-        seen = FRESH.get(some[0]["set"]) or FRESH.get(some[0]["kind"], "this rule")
-        about |= {"name": ", ".join(key), "seen by": seen}
-        about |= {"seeds": [one["seed"] for one in some], "n_test": sum(one["n_test"] for one in some)}
-        columns = {c: pooled_column(some, c) for c in COLUMNS if c in some[0]["columns"]}
-        rows.append({**about, "columns": columns, "choices": [one["choice"] for one in some]})
-    return rows
+def rows_of(lines: list[Row], record: list[Row]) -> list[Row]:
+    """Networks that differ by their seed alone, as one, in the order of the parts; rows of the record get the seeds of
+    lines that they do not have."""
+    old, new = {row["name"]: row for row in record}, {}
+    for one in lines:
+        new.setdefault(", ".join(one["row"]), []).append(one)
+    rows = old | {name: joined(name, old.get(name), some) for name, some in new.items()}
+    return sorted(rows.values(), key=lambda row: PARTS.index(row["part"]))
+
+
+def joined(name: str, old: Row | None, lines: list[Row]) -> Row:
+    """A row of the record with the networks of some lines."""
+    about = {what: lines[0][what] for what in ("part", "set", "kind", "regime")}
+    seen = FRESH.get(about["set"]) or FRESH.get(about["kind"], "this rule")
+    parts = {c: parts_of(c, old, lines) for c in (*COLUMNS, *RIVALS)}
+    columns = {c: pooled_column(found) for c, found in parts.items() if found}
+    network, chosen = columns["network"], {one["seed"]: one["choice"] for one in lines if one["choice"]}
+    before = dict(zip(old["seeds"], old["choices"], strict=True)) if old else {}
+    choices = [before.get(seed) or chosen[seed] for seed in columns["default"]["seeds"]]
+    about |= {"name": name, "seen by": seen, "seeds": network["seeds"], "n_test": network["n"]}
+    return {**about, "columns": columns, "choices": choices}
 
 
 # -- tables -------------------------------------------------------------------------------------------------------
@@ -278,13 +343,17 @@ def tables(rows: list[Row]) -> list[str]:
     return [text for title, body in made if body for text in (f"### {title}", "", *body, "")]
 
 
-def write(networks: list[Row]) -> None:
-    """The record, and its tables in the page. Rows of the record that have no lines here stay."""
-    old = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cpu_seconds": 0, "rows": []}
-    new, there = rows_of(networks), {row["name"] for row in old["rows"]}
-    names = {row["name"] for row in new}
-    rows = sorted([r for r in old["rows"] if r["name"] not in names] + new, key=lambda r: PARTS.index(r["part"]))
-    added = sum(one["seconds"]["cpu"] for one in networks if ", ".join(one["row"]) not in there)
+def fresh(one: Row, there: set[tuple[str, str, int]]) -> bool:
+    """Whether a line has something that the record has not: its time is counted then."""
+    return any((", ".join(one["row"]), c, one["seed"]) not in there for c in one["columns"])
+
+
+def write(lines: list[Row]) -> None:
+    """The record, and its tables in the page. What the record has stays, unless all its seeds were scored anew."""
+    old = recorded()
+    rows = rows_of(lines, old["rows"])
+    there = {(row["name"], c, seed) for row in old["rows"] for c in row["columns"] for seed in seeds_of(row, c)}
+    added = sum(one["seconds"]["cpu"] for one in lines if fresh(one, there))
     record = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions("torch", "lapwing")}
     count, cpu = sum(len(row["seeds"]) for row in rows), round(old["cpu_seconds"] + added)
     RESULTS.write_text(json.dumps({**record, "networks": count, "cpu_seconds": cpu, "rows": rows}, indent=1) + "\n")
@@ -298,20 +367,22 @@ def write(networks: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="images: the first two, or the first")
+    parser.add_argument("--seeds", nargs="+", type=int, help="in place of those of the record")
     parser.add_argument("--depth", nargs="+", type=int, choices=DEPTHS, default=DEPTHS, help="of ResNets")
     parser.add_argument("--images", type=int, default=2_500, help="of CIFAR-10, for curvature")
     parser.add_argument("--test", type=int, default=2_000, help="of CIFAR-10's test images, that are scored")
     parser.add_argument("--limit", type=int, help="networks, in this run")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="also what the record has")
     parser.add_argument("--table", action="store_true", help="no networks: the record and the page of what there is")
     args = parser.parse_args()
     if args.table:
         return write(stored())
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore", lw.errors.LapwingWarning)  # of tuning at the trained weights, which is meant
-    some = (tuple(args.seeds), tuple(args.depth), args.images, args.test)
-    runs([unit for part in args.part for unit in units(part, *some)], args.limit)
+    some = (tuple(args.depth), args.images, args.test)
+    todo = [unit for part in args.part for unit in units(part, tuple(args.seeds or SEEDS[part]), *some)]
+    runs(todo, args.limit, args.again)
 
 
 if __name__ == "__main__":
