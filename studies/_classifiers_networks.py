@@ -143,8 +143,7 @@ def logits(net: nn.Module, x: Tensor) -> Tensor:
 def moved(x: Tensor) -> Tensor:
     """x (n, h, w) moved by up to one pixel, (n, 3, 3, h, w); [:, 1, 1] is x. What comes in is background, the least of
     all values."""
-    background = float(x.min())
-    around = pad(x - background, (1, 1, 1, 1)) + background
+    around = pad(x, (1, 1, 1, 1), value=float(x.min()))
     return around.unfold(1, x.shape[1], 1).unfold(2, x.shape[2], 1)
 
 

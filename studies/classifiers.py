@@ -8,13 +8,7 @@ record, `results/classifiers.json`. Several runs may write at once. `--table` br
 rows get the seeds that they do not have, and writes the tables of `docs/studies/classifiers.md` anew. A row whose
 seeds are all in the lines is made of these alone: so a change of the rule is scored with `--again`.
 
-A row is all seeds of one set, kind of network and way to train it. d_n is the loss of a column at a test example less
-that of the network, N examples in all seeds. A row is above the network if
-
-    mean d > 2 sd(d)/√N   and   mean d > 10⁻⁴ nats
-
-and less accurate if its hits are fewer by two standard errors of the paired difference. `_classifiers_networks.py` has
-the networks, `_classifiers_columns.py` the columns.
+`_classifiers_networks.py` has the networks, `_classifiers_columns.py` the columns, `_classifiers_rows.py` what a row is.
 """
 
 from __future__ import annotations
@@ -22,7 +16,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import pathlib
 import time
 import warnings
@@ -33,6 +26,7 @@ import numpy as np
 import torch
 from _classifiers_columns import COLUMNS, FEWER, RIVALS, scored
 from _classifiers_networks import DEPTHS, PARTS, SEEDS, Unit, problem, units
+from _classifiers_rows import MEASURES, Row, rows_of, seeds_of
 from left_out import line, short
 
 import lapwing as lw
@@ -42,18 +36,11 @@ from _common import machine, versions  # isort: skip  (benchmarks/, which left_o
 HERE = pathlib.Path(__file__).parent
 LINES = HERE.parent / "out" / "classifiers.jsonl"
 RESULTS, PAGE = HERE / "results" / "classifiers.json", HERE.parent / "docs" / "studies" / "classifiers.md"
-LEAST = 1e-4  # nats that count
-FRESH = {  # sets or networks, and who saw their test labels before; others had a say in this rule
-    **dict.fromkeys(("satellite", "ResNet-32", "ResNet-44", "ResNet-56"), "nobody"),
-    **dict.fromkeys(("moons100", "moons60", "australian", "breast_cancer", "ionosphere", "waveform"), "other rules"),
-}
 SMALL = ("small", "uci")
-WITH_RIVALS = {"small": (13,), "uci": (13, 14), "images": (11,), "moons": (40, 41)}  # seeds
+WITH_RIVALS = {"small": (13,), "uci": (13, 14), "satellite": (13,), "images": (11,), "moons": (40, 41)}  # seeds
 NAMES = {"joint": "joint, κ = 5"}
-MEASURES = ("nll", "ece", "brier", "accuracy", "auroc", "joint")
 BARS = {"ResNet-20": 0.2275, "ResNet-32": 0.2120, "ResNet-44": 0.1980, "ResNet-56": 0.1850}  # NLL of the default
 ECE_BAR = 0.012
-Row = dict[str, Any]
 
 # -- scores -------------------------------------------------------------------------------------------------------
 
@@ -73,7 +60,7 @@ def wanted(unit: Unit) -> tuple[str, ...]:
     if unit.part == "resnets" or unit.train > 10_000:
         return FEWER
     cannot = {"uci": ("views",), "moons": ("views", "temperature", "validation")}.get(unit.part, ())
-    columns = COLUMNS + (RIVALS if unit.seed in WITH_RIVALS[unit.part] else ())
+    columns = COLUMNS + (RIVALS if unit.seed in WITH_RIVALS.get(unit.set, WITH_RIVALS[unit.part]) else ())
     return tuple(c for c in columns if c not in cannot)
 
 
@@ -110,97 +97,6 @@ def runs(todo: list[Unit], limit: int | None, again: bool) -> None:
         print(f"{i}/{len(some)} {unit.key}: {took}; NLL", *cells, flush=True)
 
 
-# -- rows ---------------------------------------------------------------------------------------------------------
-
-
-def pooled(parts: list[tuple[int, float, float]]) -> tuple[float, float]:
-    """Mean and its standard error over all examples, from (n, mean, variance) of each seed."""
-    n, means, variances = (np.array(column) for column in zip(*parts, strict=True))
-    mean = float((n * means).sum() / n.sum())
-    squares = ((n - 1) * variances + n * (means - mean) ** 2).sum()
-    return mean, math.sqrt(squares / (n.sum() - 1) / n.sum())
-
-
-def seeds_of(row: Row, column: str) -> list[int]:
-    """Of a column in the record."""
-    return row["columns"][column].get("seeds", row["seeds"])
-
-
-def of_record(row: Row, column: str) -> Row:
-    """A column of the record as if it were of one network, with all its test examples."""
-    found = row["columns"][column]
-    n = found.get("n", row["n_test"])
-    pairs = {what: [found[f"{what} − network"], found[f"{what} error"] ** 2 * n] for what in ("nll", "accuracy")}
-    return {**found, "n": n, "seeds": seeds_of(row, column), "difference": pairs}
-
-
-def of_line(one: Row, column: str) -> Row:
-    """A column of one network; of a rival, with the loss of the default on that network."""
-    found = {**one["columns"][column], "seeds": [one["seed"]]}
-    if column in RIVALS:
-        found["default"] = one["columns"]["default"]["nll"]
-    if "beside temperature" in found:
-        found["beside temperature"] = pooled([tuple(found["beside temperature"])])
-    return found
-
-
-def parts_of(column: str, old: Row | None, lines: list[Row]) -> list[Row]:
-    """What a column of a row is made of: of the record and of lines with other seeds; of lines alone, where they have
-    all seeds of the record."""
-    new = {one["seed"]: of_line(one, column) for one in lines if column in one["columns"]}
-    if old is None or column not in old["columns"] or set(seeds_of(old, column)) <= set(new):
-        return [new[seed] for seed in sorted(new)]
-    before = of_record(old, column)
-    return [before, *(new[seed] for seed in sorted(new) if seed not in before["seeds"])]
-
-
-def pooled_column(found: list[Row]) -> Row:
-    """Means over networks, weighted by test examples, and paired differences to the network."""
-    n, seeds = [one["n"] for one in found], [len(one["seeds"]) for one in found]
-    row: Row = {**dict.fromkeys(MEASURES), "n": sum(n), "seeds": [seed for one in found for seed in one["seeds"]]}
-    kept = [what for what in (*MEASURES, "default") if found[0].get(what) is not None]
-    row |= {what: float(np.average([one[what] for one in found], weights=n)) for what in kept}
-    for what in ("nll", "ece"):  # one network's spread over draws of test inputs, of the mean of several
-        squares = [(count * one[f"{what} spread"]) ** 2 for count, one in zip(n, found, strict=True)]
-        row[f"{what} spread"] = math.sqrt(sum(squares)) / sum(n)
-    if len(found) == 1 and "beside temperature" in found[0]:  # of ResNets, which have no seeds
-        row["beside temperature"] = found[0]["beside temperature"]
-    phases = set.intersection(*(set(one["seconds"]) for one in found))  # the posterior without its rule may have none
-    times = {key: [one["seconds"][key] for one in found] for key in sorted(phases)}
-    row["seconds"] = {key: float(np.average(each, weights=seeds)) for key, each in times.items()}
-    for what in ("nll", "accuracy"):
-        sums = [(count, *one["difference"][what]) for count, one in zip(n, found, strict=True)]
-        row[f"{what} − network"], row[f"{what} error"] = pooled(sums)
-    d, error = row["nll − network"], row["nll error"]
-    row["within"] = 2 * error < d <= LEAST
-    row["above"] = d > max(2 * error, LEAST)
-    row["less accurate"] = -row["accuracy − network"] > 2 * row["accuracy error"]
-    return row
-
-
-def rows_of(lines: list[Row], record: list[Row]) -> list[Row]:
-    """Networks that differ by their seed alone, as one, in the order of the parts; rows of the record get the seeds of
-    lines that they do not have."""
-    old, new = {row["name"]: row for row in record}, {}
-    for one in lines:
-        new.setdefault(", ".join(one["row"]), []).append(one)
-    rows = old | {name: joined(name, old.get(name), some) for name, some in new.items()}
-    return sorted(rows.values(), key=lambda row: PARTS.index(row["part"]))
-
-
-def joined(name: str, old: Row | None, lines: list[Row]) -> Row:
-    """A row of the record with the networks of some lines."""
-    about = {what: lines[0][what] for what in ("part", "set", "kind", "regime")}
-    seen = FRESH.get(about["set"]) or FRESH.get(about["kind"], "this rule")
-    parts = {c: parts_of(c, old, lines) for c in (*COLUMNS, *RIVALS)}
-    columns = {c: pooled_column(found) for c, found in parts.items() if found}
-    network, chosen = columns["network"], {one["seed"]: one["choice"] for one in lines if one["choice"]}
-    before = dict(zip(old["seeds"], old["choices"], strict=True)) if old else {}
-    choices = [before.get(seed) or chosen[seed] for seed in columns["default"]["seeds"]]
-    about |= {"name": name, "seen by": seen, "seeds": network["seeds"], "n_test": network["n"]}
-    return {**about, "columns": columns, "choices": choices}
-
-
 # -- tables -------------------------------------------------------------------------------------------------------
 
 
@@ -209,11 +105,12 @@ def head(*names: str) -> list[str]:
 
 
 def cell(row: Row, column: str, what: str = "nll") -> str:
-    """A figure; * above the network."""
+    """A figure; * above the network, † of fewer seeds than the row."""
     found = row["columns"].get(column)
     if found is None or found.get(what) is None:
         return ""
-    return short(found[what], 3) + ("*" if what == "nll" and found["above"] else "")
+    fewer = "†" if len(seeds_of(row, column)) < len(row["seeds"]) else ""
+    return short(found[what], 3) + ("*" if what == "nll" and found["above"] else "") + fewer
 
 
 def each(rows: list[Row]) -> list[str]:
@@ -248,6 +145,27 @@ def summary(rows: list[Row]) -> list[str]:
             out.append(line((f"{words}, {len(some)} rows: {NAMES.get(what, what)}", *means(some, what))))
         for what in ("above", "less accurate"):
             out.append(line((f"{words}: rows {what}", *(sum(r["columns"][c][what] for r in some) for c in COLUMNS))))
+    return out
+
+
+def rivals(rows: list[Row]) -> list[str]:
+    """NLL, means over the rows that have a column, beside the network and the default on the same networks."""
+    out = head(
+        "column", "rows", "networks", "network", "column", "default", "above the network", "below the default", "s"
+    )
+    for column in (*COLUMNS[1:-1], *RIVALS):
+        some = [(r["columns"][column], r) for r in rows if column in r["columns"]]
+        if not some:
+            continue
+        own = [c["nll"] for c, _ in some]
+        network = [c["nll"] - c["nll − network"] for c, _ in some]
+        default = [c.get("default", r["columns"]["default"]["nll"]) for c, r in some]
+        figures = (short(float(np.mean(v)), 3) for v in (network, own, default))
+        lower = sum(a < b for a, b in zip(own, default, strict=True))
+        seconds = [sum(c["seconds"].values()) for c, _ in some if len(c["seconds"]) > 1]
+        cost = f"{np.mean(seconds):.1f}" if seconds else ""
+        count = sum(len(seeds_of(r, column)) for _, r in some)
+        out.append(line((column, len(some), count, *figures, sum(c["above"] for c, _ in some), lower, cost)))
     return out
 
 
@@ -318,6 +236,8 @@ def counts(rows: list[Row]) -> list[str]:
         some = [r["seeds"] for r in rows if r["part"] == part]
         seeds = sorted({seed for row in some for seed in row})
         of = "" if part == "resnets" else f", seeds {', '.join(map(str, seeds))}"
+        fewer = sum(len(row) < len(seeds) for row in some)
+        of += f"; {fewer} rows have fewer" if fewer else ""
         out.append(f"- *{part}*: {len(some)} rows, {sum(map(len, some))} networks{of}.")
     return out
 
@@ -328,6 +248,7 @@ def tables(rows: list[Row]) -> list[str]:
         return ["No network has been scored yet."]
     unseen, fresh, others = ([r for r in rows if r["seen by"] == who] for who in ("nobody", "other rules", "this rule"))
     small, large = ([r for r in rows if r["part"] in parts] for parts in (SMALL, ("images", "resnets")))
+    few = [r for r in rows if r["part"] == "images" and "softmax" in r["columns"]]
     made = (
         ("Worse than the network", worse(rows)),
         ("Bars of CIFAR-10", bars(rows)),
@@ -335,6 +256,9 @@ def tables(rows: list[Row]) -> list[str]:
         ("NLL where no trial has looked", each(unseen) if unseen else []),
         ("NLL where trials of other rules have looked", each(fresh) if fresh else []),
         ("Small data in sum", summary(small) if small else []),
+        ("Rivals, small data", rivals(small) if small else []),
+        ("Rivals, 2,000 images", rivals(few) if few else []),
+        ("Rivals, two moons", rivals(some) if (some := [r for r in rows if r["part"] == "moons"]) else []),
         ("NLL of small data that had a say", grouped(some) if (some := [r for r in small if r in others]) else []),
         ("NLL of images that had a say", each(some) if (some := [r for r in large if r in others]) else []),
         ("Images, other measures", measures(large) if large else []),
