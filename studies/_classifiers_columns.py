@@ -42,7 +42,7 @@ import lapwing as lw
 from _common import clocks  # isort: skip  (benchmarks/, which left_out puts on the path)
 
 COLUMNS = ("network", "hindsight", "temperature", "last layer", "softmax", "dirichlet", "layerwise", "default")
-RIVALS = ("log-ratio", "g-prior", "views", "process", "mixture", "validation")
+RIVALS = ("log-ratio", "g-prior", "views", "process", "mixture", "validation", "variational")
 FEWER = tuple(c for c in COLUMNS if c not in ("softmax", "layerwise"))  # where networks or data are large
 EPSILON = 0.01  # of the process
 PRECISIONS = (0.1, 1.0, 10.0)
