@@ -106,7 +106,7 @@ def units(part: str, seeds: tuple[int, ...], depths: tuple[int, ...], train: int
     if part == "resnets":
         yield from (Unit(part, "CIFAR-10", f"ResNet-{depth}", "published", 0, train, test) for depth in depths)
     elif part == "images":
-        for regime in ("end", "early", "augmented"):
+        for regime in ("end", "augmented", "early"):
             for kind in ("batch norm", "plain", "residual"):
                 yield from (Unit(part, "Fashion-MNIST", kind, regime, seed, 2_000) for seed in seeds)
         for name in ("MNIST", "Fashion-MNIST"):
