@@ -160,7 +160,7 @@ def rivals(rows: list[Row]) -> list[str]:
     out = head(
         "column", "rows", "networks", "network", "column", "default", "above the network", "below the default", "s"
     )
-    for column in (*COLUMNS[1:-1], *RIVALS):
+    for column in (*COLUMNS[1:-1], *RIVALS, COLUMNS[-1]):
         some = [(r["columns"][column], r) for r in rows if column in r["columns"]]
         if not some:
             continue
