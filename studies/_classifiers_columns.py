@@ -11,6 +11,19 @@
     layerwise     the same with one λ a layer
     default       lw.laplace(net, data, "classification").tuned().predict(x)
 
+    labelled      of ResNets: the default, tuned(method="validation", data=...) by the labels that *temperature* has
+
+and of some seeds, rivals that a user could choose as well, each kron, about the network unless told otherwise:
+
+    log-ratio     lw.likelihoods.LogRatio() in place of "dirichlet", λ in the same way
+    g-prior       "dirichlet", prior=lw.priors.GPrior(1.0), λ in the same way
+    views         "dirichlet" of all views of the training images, each with its share of one example's weight
+    process       Dirichlet(0.01).tuned(center="process"), predict(x, mean="process")
+    mixture       the same, predict(x, mean="mixture")
+    validation    tuned(method="validation", data=...) of "dirichlet", by the labels that *temperature* has; on small
+                  data by the network that saw four fifths, whose λ and temperature the network that saw all is given
+    variational   lw.variational.tangent of "categorical", λ the best of PRECISIONS by its bound; about its own mean
+
 The default has λ and the curvature of "dirichlet", so these two share one fit. n test inputs, c classes, m unknown.
 """
 
@@ -23,7 +36,7 @@ from typing import Any
 
 import left_out
 import torch
-from _classifiers_networks import FORWARD, Pair, Problem, logits
+from _classifiers_networks import FORWARD, Held, Pair, Problem, logits
 from torch import Tensor
 
 import lapwing as lw
@@ -31,14 +44,12 @@ import lapwing as lw
 from _common import clocks  # isort: skip  (benchmarks/, which left_out puts on the path)
 
 COLUMNS = ("network", "hindsight", "temperature", "last layer", "softmax", "dirichlet", "layerwise", "default")
-FEWER = (
-    "network",
-    "hindsight",
-    "temperature",
-    "last layer",
-    "dirichlet",
-    "default",
-)  # where networks or data are large
+LABELLED = "labelled"
+RIVALS = ("log-ratio", "g-prior", "views", "process", "mixture", "validation", "variational")
+FEWER = tuple(c for c in COLUMNS if c not in ("softmax", "layerwise"))  # where networks or data are large
+EPSILON = 0.01  # of the process
+PRECISIONS = (0.1, 1.0, 10.0)
+BOUND = 1e-6  # relative, at which steps towards it end
 LAST = {"structure": "kron", "subset": "last_layer"}
 JOINT, PIECE, KAPPA = 240, 30, 5  # test inputs whose labels are predicted together, in pieces; anchors of a set
 REPEATS = 20  # draws of sets
@@ -54,7 +65,7 @@ class Answer:
     probs: Tensor
     known: Tensor
     unknown: Tensor | None
-    joint: float  # log-likelihood of the labels of sets of KAPPA inputs
+    joint: float | None = None  # log-likelihood of the labels of sets of KAPPA inputs
     seconds: dict[str, float] = field(default_factory=dict)  # of CPU
 
     def first(self, n: int | None) -> Answer:
@@ -82,9 +93,8 @@ def tempered(f: Tensor, y: Tensor, strange: Tensor | None, T: float) -> Answer:
     """softmax f/T, float64. An input is as unknown as the largest probability is small."""
     loss, probs = -(f / T).log_softmax(1).gather(1, y[:, None])[:, 0], (f / T).softmax(1)
     unknown = None if strange is None else _doubt((strange / T).softmax(1))
-    return Answer(
-        loss, probs, _doubt(probs), unknown, together(lambda p, y: p.gather(1, y[:, None]).log().mT, probs, y)
-    )
+    joint = together(lambda p, y: p.gather(1, y[:, None]).log().mT, probs, y)
+    return Answer(loss, probs, _doubt(probs), unknown, joint)
 
 
 def _doubt(probs: Tensor) -> Tensor:
@@ -98,13 +108,19 @@ def temperature(f: Tensor, y: Tensor) -> float:
 
 def predicted(la: lw.Laplace, problem: Problem, seconds: dict[str, float], link: str = "auto") -> Answer:
     """An input is as unknown as `pred.ood_score` says. The time is that of the test inputs."""
-    x, y = (t.split(FORWARD) for t in problem.test)
-    taken, made = clocks(lambda: [_read(la.predict(some, link), labels) for some, labels in zip(x, y, strict=True)])
-    loss, probs, known = (torch.cat(parts) for parts in zip(*made, strict=True))
+    found = rival(la, problem, seconds, link=link)
     unknown = None
     if problem.unknown is not None:
         unknown = torch.cat([la.predict(some).ood_score for some in problem.unknown.split(FORWARD)])
-    return Answer(loss, probs, known, unknown, joint(la, problem, link), {**seconds, "predict": taken["cpu"]})
+    return replace(found, unknown=unknown, joint=joint(la, problem, link))
+
+
+def rival(la: Any, problem: Problem, seconds: dict[str, float], **how: Any) -> Answer:
+    """Without inputs of no class and labels together."""
+    x, y = (t.split(FORWARD) for t in problem.test)
+    taken, made = clocks(lambda: [_read(la.predict(some, **how), labels) for some, labels in zip(x, y, strict=True)])
+    loss, probs, known = (torch.cat(parts) for parts in zip(*made, strict=True))
+    return Answer(loss, probs, known, None, seconds={**seconds, "predict": taken["cpu"]})
 
 
 def joint(la: lw.Laplace, problem: Problem, link: str = "auto") -> float:
@@ -112,9 +128,9 @@ def joint(la: lw.Laplace, problem: Problem, link: str = "auto") -> float:
     return together(lambda x, y: drawn(la.predict(x, link, joint=True), y), *problem.test)
 
 
-def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> dict[str, Answer]:
-    """The default; the same posterior without its rule; and, where labels can be spared, with what they choose. Where
-    all of that is a scale and a factor, from one push."""
+def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float], labelled: bool) -> dict[str, Answer]:
+    """The default; the same posterior without its rule; and, if asked, with what held labels choose. Where all of that
+    is a scale and a factor, from one push."""
     assert la.calibration is not None
     choice = la.calibration.choice
     if choice.b:
@@ -123,11 +139,10 @@ def both(la: lw.Laplace, problem: Problem, seconds: dict[str, float]) -> dict[st
             "dirichlet": predicted(la.replace(prior=la.prior), problem, {}),
         }
     settings = {"default": (choice.scale, choice.a), "dirichlet": (1.0, 1.0)}
-    if problem.unchosen is not None:
-        labels = tuple(t[problem.unchosen :] for t in problem.test)
-        chosen = la.tuned(method="validation", data=labels).calibration
+    if labelled and problem.held is not None:
+        chosen = la.tuned(method="validation", data=problem.held.data).calibration
         assert chosen is not None
-        settings["labelled"] = chosen.choice.scale, chosen.choice.a
+        settings[LABELLED] = chosen.choice.scale, chosen.choice.a
 
     def under(pred: lw.Prediction, s: float, a: float) -> lw.Prediction:
         f = pred.outputs.scaled(s / choice.scale)
@@ -162,33 +177,88 @@ def _read(pred: lw.Prediction, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return -pred.log_prob(y).double(), pred.probs.double(), pred.ood_score
 
 
-def laplace(problem: Problem, likelihood: str, **options: Any) -> tuple[lw.Laplace, dict[str, float]]:
-    """Tuned, with CPU seconds; at the trained weights, which is what "classification" does by itself."""
-    center = {} if likelihood == "classification" else {"center": "map"}
-    fit, la = clocks(lambda: lw.laplace(problem.net, problem.train, likelihood, **options))
-    tune, la = clocks(lambda: la.tuned(**center))
+def laplace(
+    problem: Problem | Held,
+    likelihood: Any,
+    how: dict[str, Any] | None = None,
+    data: Pair | None = None,
+    **options: Any,
+) -> tuple[lw.Laplace, dict[str, float]]:
+    """Tuned as `how` says, with CPU seconds; at the trained weights unless it does, as "classification" is by itself.
+    data: other than those that the network was trained on."""
+    how = how or ({} if likelihood == "classification" else {"center": "map"})
+    fit, la = clocks(lambda: lw.laplace(problem.net, data or problem.train, likelihood, **options))
+    tune, la = clocks(lambda: la.tuned(**how))
     return la, {"fit": fit["cpu"], "tune": tune["cpu"]}
 
 
-def answers(problem: Problem, columns: tuple[str, ...]) -> tuple[dict[str, Answer], dict[str, Any]]:
-    """Those of the columns that can be had, and what the default has chosen."""
+def answers(problem: Problem, columns: tuple[str, ...]) -> tuple[dict[str, Answer], dict[str, Any] | None]:
+    """Those of the columns that can be had, beside the network, and what the default has chosen."""
     f, y = logits(problem.net, problem.test[0]), problem.test[1]
     strange = None if problem.unknown is None else logits(problem.net, problem.unknown)
     at: Callable[[Pair], Answer] = lambda pair: tempered(f, y, strange, temperature(*pair))  # noqa: E731
-    made = {"network": tempered(f, y, strange, 1.0), "hindsight": at((f, y))}
-    if problem.held is not None:
-        made["temperature"] = at(problem.held)
-    made["last layer"] = predicted(*_of(problem, "categorical", **LAST), link="probit")
+    made, chosen = {"network": tempered(f, y, strange, 1.0)}, None
+    if "hindsight" in columns:
+        made["hindsight"] = at((f, y))
+    if "temperature" in columns and problem.held is not None:
+        made["temperature"] = at(problem.held.logits)
+    if "last layer" in columns:
+        made["last layer"] = predicted(*_of(problem, "categorical", **LAST), link="probit")
     if "softmax" in columns:
         made["softmax"] = predicted(*_of(problem, "categorical", structure="kron"))
     if "layerwise" in columns:
         made["layerwise"] = predicted(*_of(problem, "dirichlet", structure="kron", prior="layerwise"))
-    la, seconds = laplace(problem, "classification")
-    made |= both(la, problem, seconds)
-    return {c: made[c] for c in (*columns, "labelled") if c in made}, _chosen(la)
+    if {"default", LABELLED} & {*columns}:
+        la, seconds = laplace(problem, "classification")
+        made |= both(la, problem, seconds, LABELLED in columns)
+        chosen = _chosen(la)
+    return made | rivals(problem, columns), chosen
 
 
-def _of(problem: Problem, likelihood: str, **options: Any) -> tuple[lw.Laplace, Problem, dict[str, float]]:
+def rivals(problem: Problem, columns: tuple[str, ...]) -> dict[str, Answer]:
+    """Those of the columns, where they can be had."""
+    made: dict[str, Answer] = {}
+    if "log-ratio" in columns:
+        made["log-ratio"] = rival(*_of(problem, lw.likelihoods.LogRatio(), structure="kron"))
+    if "g-prior" in columns:
+        made["g-prior"] = rival(*_of(problem, "dirichlet", structure="kron", prior=lw.priors.GPrior(1.0)))
+    if "views" in columns and problem.views:
+        shares, (x, y), n = lw.likelihoods.Weighted(lw.likelihoods.Dirichlet()), problem.train, len(problem.views) + 1
+        data = torch.cat([x, *problem.views]), shares.pack(y.repeat(n), torch.full((n * len(y),), 1 / n))
+        made["views"] = rival(*_of(problem, shares, data=data, structure="kron"))
+    if "process" in columns:
+        likelihood = lw.likelihoods.Dirichlet(EPSILON)
+        fit = _of(problem, likelihood, how={"center": "process"}, structure="kron")
+        made |= {mean: rival(*fit, mean=mean) for mean in ("process", "mixture")}
+    if "validation" in columns and problem.held is not None:
+        made["validation"] = rival(*validated(problem, problem.held))
+    if "variational" in columns:
+        made["variational"] = rival(*variational(problem))
+    return made
+
+
+def validated(problem: Problem, held: Held) -> tuple[lw.Laplace, Problem, dict[str, float]]:
+    """A prior precision and a temperature by held labels. Where another network was trained without these, they are its
+    own, given to the network that is scored."""
+    how = {"method": "validation", "data": held.data}
+    la, seconds = laplace(held, "dirichlet", how, structure="kron")
+    if held.net is not problem.net:
+        whole = lw.laplace(problem.net, problem.train, "dirichlet", structure="kron", prior=float(la.prior.precision))
+        la = replace(whole, temperature=la.temperature, tuning=la.tuning)
+    return la, problem, seconds
+
+
+def variational(problem: Problem) -> tuple[Any, Problem, dict[str, float]]:
+    """Of the precision with the largest bound."""
+
+    def fit(precision: float) -> Any:
+        return lw.variational.tangent(problem.net, problem.train, "categorical", prior=precision, tolerance=BOUND)
+
+    tune, fits = clocks(lambda: [fit(precision) for precision in PRECISIONS])
+    return max(fits, key=lambda post: float(post.diagnostics.elbo)), problem, {"tune": tune["cpu"]}
+
+
+def _of(problem: Problem, likelihood: Any, **options: Any) -> tuple[lw.Laplace, Problem, dict[str, float]]:
     la, seconds = laplace(problem, likelihood, **options)
     return la, problem, seconds
 
@@ -222,15 +292,15 @@ def score(answer: Answer, network: Answer, y: Tensor) -> dict[str, Any]:
 
 
 def scored(problem: Problem, columns: tuple[str, ...]) -> dict[str, Any]:
-    """All that is kept of a network."""
+    """All that is kept of a network, of these columns alone."""
     found, chosen = answers(problem, columns)
     y, network = problem.test[1], found["network"]
-    scores = {column: score(answer, network, y) for column, answer in found.items()}
-    if "temperature" in found:  # judged where no label of its own is
+    scores = {column: score(answer, network, y) for column, answer in found.items() if column in columns}
+    if {"temperature", "default"} <= found.keys():  # judged where no label of its own is
         default, beside, other = (found[c].first(problem.unchosen) for c in ("default", "temperature", "network"))
         scores["temperature"] = score(beside, other, y[: problem.unchosen])
-        if "labelled" in found:
-            scores["labelled"] = score(found["labelled"].first(problem.unchosen), other, y[: problem.unchosen])
+        if LABELLED in found:
+            scores[LABELLED] = score(found[LABELLED].first(problem.unchosen), other, y[: problem.unchosen])
         d = default.loss - beside.loss
         scores["default"]["beside temperature"] = [len(d), float(d.mean()), float(d.var())]
     return {"n_train": len(problem.train[1]), "n_test": len(y), "choice": chosen, "columns": scores}

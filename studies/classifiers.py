@@ -3,17 +3,12 @@
     LAPWING_DATA=<folder> python studies/classifiers.py [--part small uci images resnets] [--seeds 10 11 12]
     python studies/classifiers.py --table
 
-Each network is scored once: its line goes to out/classifiers.jsonl, and a run leaves out what is there. Several runs
-may write at once. `--table` brings these lines into `results/classifiers.json`, whose other rows stay, and writes the
-tables of `docs/studies/classifiers.md` anew.
+Each network is scored once: its line goes to out/classifiers.jsonl, and a run leaves out what is there or in the
+record, `results/classifiers.json`. Several runs may write at once. `--table` brings the lines into the record, whose
+rows get the seeds that they do not have, and writes the tables of `docs/studies/classifiers.md` anew. A row whose
+seeds are all in the lines is made of these alone: so a change of the rule is scored with `--again`.
 
-A row is all seeds of one set, kind of network and way to train it. d_n is the loss of a column at a test example less
-that of the network, N examples in all seeds. A row is above the network if
-
-    mean d > 2 sd(d)/√N   and   mean d > 10⁻⁴ nats
-
-and less accurate if its hits are fewer by two standard errors of the paired difference. `_classifiers_networks.py` has
-the networks, `_classifiers_columns.py` the columns.
+`_classifiers_networks.py` has networks, `_classifiers_columns.py` columns, `_classifiers_rows.py` what makes a row.
 """
 
 from __future__ import annotations
@@ -21,17 +16,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import pathlib
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from _classifiers_columns import COLUMNS, FEWER, scored
+from _classifiers_columns import COLUMNS, FEWER, LABELLED, RIVALS, scored
 from _classifiers_networks import DEPTHS, PARTS, SEEDS, Unit, problem, units
+from _classifiers_rows import MEASURES, Row, rows_of, seeds_of
 from left_out import line, short
 
 import lapwing as lw
@@ -41,99 +35,75 @@ from _common import machine, versions  # isort: skip  (benchmarks/, which left_o
 HERE = pathlib.Path(__file__).parent
 LINES = HERE.parent / "out" / "classifiers.jsonl"
 RESULTS, PAGE = HERE / "results" / "classifiers.json", HERE.parent / "docs" / "studies" / "classifiers.md"
-LEAST = 1e-4  # nats that count
-FRESH = {  # sets or networks, and who saw their test labels before; others had a say in this rule
-    **dict.fromkeys(("satellite", "ResNet-32", "ResNet-44", "ResNet-56"), "nobody"),
-    **dict.fromkeys(("moons100", "moons60", "australian", "breast_cancer", "ionosphere", "waveform"), "other rules"),
-}
 SMALL = ("small", "uci")
+WITH_RIVALS = {"small": (13,), "uci": (13, 14), "images": (11,), "moons": (40, 41)}  # seeds
+WITHOUT = {  # columns that cannot be had, or take half a minute of CPU and more
+    **dict.fromkeys(("digits150", "digits300", "digits700"), ("variational",)),
+    "uci": ("views", "variational"),
+    "satellite": ("process", "mixture", "validation"),
+    "moons": ("views", "temperature", "validation", "variational"),
+    "images": ("process", "mixture", "validation", "variational"),
+}
 NAMES = {"joint": "joint, κ = 5"}
-MEASURES = ("nll", "ece", "brier", "accuracy", "auroc", "joint")
 BARS = {"ResNet-20": 0.2275, "ResNet-32": 0.2120, "ResNet-44": 0.1980, "ResNet-56": 0.1850}  # NLL of the default
 ECE_BAR = 0.012
-Row = dict[str, Any]
 
 # -- scores -------------------------------------------------------------------------------------------------------
 
 
 def stored() -> list[Row]:
-    """Every network that has been scored, in the order of the parts; the last line of each key."""
-    text = LINES.read_text().splitlines() if LINES.is_file() else []
-    found = {one["key"]: one for one in map(json.loads, text)}
-    return sorted(found.values(), key=lambda one: PARTS.index(one["part"]))
+    """The lines of all networks that were scored."""
+    return [json.loads(one) for one in LINES.read_text().splitlines()] if LINES.is_file() else []
 
 
-def run(unit: Unit) -> Row:
+def recorded() -> Row:
+    """The record, or an empty one."""
+    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cpu_seconds": 0, "rows": []}
+
+
+def wanted(unit: Unit) -> tuple[str, ...]:
+    """Columns of a network; rivals for some seeds of a row."""
+    if unit.part == "resnets":
+        return (*FEWER, LABELLED)
+    if unit.train > 10_000:
+        return FEWER
+    columns = COLUMNS + (RIVALS if unit.seed in WITH_RIVALS[unit.part] else ())
+    without = (*WITHOUT.get(unit.part, ()), *WITHOUT.get(unit.set, ()))
+    return tuple(c for c in columns if c not in without)
+
+
+def missing(todo: list[Unit], lines: list[Row], rows: list[Row]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
+    """Networks with columns that neither lines nor the record have; with rivals go the columns they are held to."""
+    known = {(row["name"], c, seed) for row in rows for c in row["columns"] for seed in seeds_of(row, c)}
+    known |= {(", ".join(one["row"]), c, one["seed"]) for one in lines for c in one["columns"]}
+    for unit in todo:
+        columns = wanted(unit)
+        left = tuple(c for c in columns if (", ".join(unit.row[1:]), c, unit.seed) not in known)
+        if left:
+            beside = tuple(c for c in ("network", "default") if c not in left and set(left) & set(RIVALS))
+            yield unit, (*beside, *left)
+
+
+def run(unit: Unit, columns: tuple[str, ...]) -> Row:
     """A network scored."""
     wall, cpu = time.perf_counter(), time.process_time()
-    large = unit.part == "resnets" or unit.train > 10_000
-    found = scored(problem(unit), FEWER if large else COLUMNS)
+    found = scored(problem(unit), columns)
     seconds = {"wall": round(time.perf_counter() - wall, 1), "cpu": round(time.process_time() - cpu, 1)}
     about = {"key": unit.key, "part": unit.part, "set": unit.set, "kind": unit.kind, "row": list(unit.row[1:])}
     return {**about, "regime": unit.regime, "seed": unit.seed, **found, "seconds": seconds}
 
 
-def runs(todo: list[Unit], limit: int | None) -> None:
+def runs(todo: list[Unit], limit: int | None, again: bool) -> None:
     """A line each, in the file and on the screen."""
-    there = {one["key"] for one in stored()}
-    todo = [unit for unit in todo if unit.key not in there][:limit]
+    some = list(missing(todo, stored(), [] if again else recorded()["rows"]))[:limit]
     LINES.parent.mkdir(exist_ok=True)
-    for i, unit in enumerate(todo, 1):
-        found = run(unit)
+    for i, (unit, columns) in enumerate(some, 1):
+        found = run(unit, columns)
         with LINES.open("a") as file:
             file.write(json.dumps(found) + "\n")
         cells = (f"{c} {s['nll']:.3f}" for c, s in found["columns"].items())
         took = f"{found['seconds']['wall']:.0f} s, {found['seconds']['cpu']:.0f} s of CPU"
-        print(f"{i}/{len(todo)} {unit.key}: {took}; NLL", *cells, flush=True)
-
-
-# -- rows ---------------------------------------------------------------------------------------------------------
-
-
-def pooled(parts: list[tuple[int, float, float]]) -> tuple[float, float]:
-    """Mean and its standard error over all examples, from (n, mean, variance) of each seed."""
-    n, means, variances = (np.array(column) for column in zip(*parts, strict=True))
-    mean = float((n * means).sum() / n.sum())
-    squares = ((n - 1) * variances + n * (means - mean) ** 2).sum()
-    return mean, math.sqrt(squares / (n.sum() - 1) / n.sum())
-
-
-def pooled_column(networks: list[Row], column: str) -> Row:
-    """Means over seeds, weighted by test examples, and paired differences to the network."""
-    found = [one["columns"][column] for one in networks]
-    n = [one["n"] for one in found]
-    measures = [what for what in MEASURES if found[0][what] is not None]
-    row: Row = dict.fromkeys(MEASURES)
-    row |= {what: float(np.average([one[what] for one in found], weights=n)) for what in measures}
-    for what in ("nll", "ece"):  # one network's spread over draws of test inputs, of the mean of several
-        squares = [(count * one[f"{what} spread"]) ** 2 for count, one in zip(n, found, strict=True)]
-        row[f"{what} spread"] = math.sqrt(sum(squares)) / sum(n)
-    if "beside temperature" in found[0]:
-        row["beside temperature"] = pooled([tuple(one["beside temperature"]) for one in found])
-    phases = set.intersection(*(set(one["seconds"]) for one in found))  # the posterior without its rule may have none
-    row["seconds"] = {key: float(np.mean([one["seconds"][key] for one in found])) for key in sorted(phases)}
-    for what in ("nll", "accuracy"):
-        sums = [(count, *one["difference"][what]) for count, one in zip(n, found, strict=True)]
-        row[f"{what} − network"], row[f"{what} error"] = pooled(sums)
-    d, error = row["nll − network"], row["nll error"]
-    row["within"] = 2 * error < d <= LEAST
-    row["above"] = d > max(2 * error, LEAST)
-    row["less accurate"] = -row["accuracy − network"] > 2 * row["accuracy error"]
-    return row
-
-
-def rows_of(networks: list[Row]) -> list[Row]:
-    """Networks that differ by their seed alone, as one."""
-    rows = []
-    for key in dict.fromkeys(tuple(one["row"]) for one in networks):
-        some = [one for one in networks if tuple(one["row"]) == key]
-        about = {what: some[0][what] for what in ("part", "set", "kind", "regime")}
-        seen = FRESH.get(some[0]["set"]) or FRESH.get(some[0]["kind"], "this rule")
-        about |= {"name": ", ".join(key), "seen by": seen}
-        about |= {"seeds": [one["seed"] for one in some], "n_test": sum(one["n_test"] for one in some)}
-        columns = {c: pooled_column(some, c) for c in COLUMNS if c in some[0]["columns"]}
-        rows.append({**about, "columns": columns, "choices": [one["choice"] for one in some]})
-    return rows
+        print(f"{i}/{len(some)} {unit.key}: {took}; NLL", *cells, flush=True)
 
 
 # -- tables -------------------------------------------------------------------------------------------------------
@@ -144,11 +114,12 @@ def head(*names: str) -> list[str]:
 
 
 def cell(row: Row, column: str, what: str = "nll") -> str:
-    """A figure; * above the network."""
+    """A figure; * above the network, † of fewer seeds than the row."""
     found = row["columns"].get(column)
     if found is None or found.get(what) is None:
         return ""
-    return short(found[what], 3) + ("*" if what == "nll" and found["above"] else "")
+    fewer = "†" if len(seeds_of(row, column)) < len(row["seeds"]) else ""
+    return short(found[what], 3) + ("*" if what == "nll" and found["above"] else "") + fewer
 
 
 def each(rows: list[Row]) -> list[str]:
@@ -183,6 +154,27 @@ def summary(rows: list[Row]) -> list[str]:
             out.append(line((f"{words}, {len(some)} rows: {NAMES.get(what, what)}", *means(some, what))))
         for what in ("above", "less accurate"):
             out.append(line((f"{words}: rows {what}", *(sum(r["columns"][c][what] for r in some) for c in COLUMNS))))
+    return out
+
+
+def rivals(rows: list[Row]) -> list[str]:
+    """NLL, means over the rows that have a column, beside the network and the default on the same networks."""
+    out = head(
+        "column", "rows", "networks", "network", "column", "default", "above the network", "below the default", "s"
+    )
+    for column in (*COLUMNS[1:-1], *RIVALS, COLUMNS[-1]):
+        some = [(r["columns"][column], r) for r in rows if column in r["columns"]]
+        if not some:
+            continue
+        own = [c["nll"] for c, _ in some]
+        network = [c["nll"] - c["nll − network"] for c, _ in some]
+        default = [c.get("default", r["columns"]["default"]["nll"]) for c, r in some]
+        figures = (short(float(np.mean(v)), 3) for v in (network, own, default))
+        lower = sum(a < b for a, b in zip(own, default, strict=True))
+        seconds = [sum(c["seconds"].values()) for c, _ in some if len(c["seconds"]) > 1]
+        cost = f"{np.mean(seconds):.1f}" if seconds else ""
+        count = sum(len(seeds_of(r, column)) for _, r in some)
+        out.append(line((column, len(some), count, *figures, sum(c["above"] for c, _ in some), lower, cost)))
     return out
 
 
@@ -230,19 +222,27 @@ def worse(rows: list[Row]) -> list[str]:
 
 def bars(rows: list[Row]) -> list[str]:
     """The default on CIFAR-10 beside what was asked of it. Errors: of an NLL or ECE itself, over test images; of the
-    difference to the temperature, paired, on the images that it was not chosen by."""
-    out = head("default on CIFAR-10", "scored", "NLL", "bar", "", "ECE", "bar", "", "NLL − temperature's")
+    difference to the temperature, paired, on the images that it was not chosen by; there, too, the default whose scale
+    the labels of the temperature choose."""
+    out = head(
+        "default on CIFAR-10", "scored", "NLL", "bar", "", "ECE", "bar", "", "NLL − temperature's", "with labels"
+    )
     for kind, bar in BARS.items():
         some = [r for r in rows if r["part"] == "resnets" and r["kind"] == kind]
         if not some:
-            out.append(line((kind, "none", "", short(bar, 4), "not scored", "", short(ECE_BAR, 4), "not scored", "")))
+            out.append(
+                line((kind, "none", "", short(bar, 4), "not scored", "", short(ECE_BAR, 4), "not scored", "", ""))
+            )
         for row in some:
             c, words = row["columns"]["default"], ("missed", "met")
             nll, ece = (f"{short(c[what], 4)} ± {short(c[f'{what} spread'], 4)}" for what in ("nll", "ece"))
             verdicts = (words[c["nll"] <= bar], words[c["ece"] <= ECE_BAR])
             mean, error = c["beside temperature"]
+            chosen = row["columns"].get(LABELLED)
+            beside = "" if chosen is None else f"{short(chosen['nll'], 4)}, ECE {short(chosen['ece'], 4)}"
             cells = (nll, short(bar, 4), verdicts[0], ece, short(ECE_BAR, 4), verdicts[1], f"{mean:+.4f} ± {error:.4f}")
-            out.append(line((kind, f"{row['n_test']:,}", *cells)))
+            name = row["name"].removeprefix("CIFAR-10, ").replace(", published", "").rpartition(", ")[0]
+            out.append(line((name, f"{row['n_test']:,}", *cells, beside)))
     return out
 
 
@@ -253,6 +253,8 @@ def counts(rows: list[Row]) -> list[str]:
         some = [r["seeds"] for r in rows if r["part"] == part]
         seeds = sorted({seed for row in some for seed in row})
         of = "" if part == "resnets" else f", seeds {', '.join(map(str, seeds))}"
+        fewer = sum(len(row) < len(seeds) for row in some)
+        of += f"; {fewer} rows have fewer" if fewer else ""
         out.append(f"- *{part}*: {len(some)} rows, {sum(map(len, some))} networks{of}.")
     return out
 
@@ -263,6 +265,7 @@ def tables(rows: list[Row]) -> list[str]:
         return ["No network has been scored yet."]
     unseen, fresh, others = ([r for r in rows if r["seen by"] == who] for who in ("nobody", "other rules", "this rule"))
     small, large = ([r for r in rows if r["part"] in parts] for parts in (SMALL, ("images", "resnets")))
+    few = [r for r in rows if r["part"] == "images" and "softmax" in r["columns"]]
     made = (
         ("Worse than the network", worse(rows)),
         ("Bars of CIFAR-10", bars(rows)),
@@ -270,6 +273,9 @@ def tables(rows: list[Row]) -> list[str]:
         ("NLL where no trial has looked", each(unseen) if unseen else []),
         ("NLL where trials of other rules have looked", each(fresh) if fresh else []),
         ("Small data in sum", summary(small) if small else []),
+        ("Rivals, small data", rivals(small) if small else []),
+        ("Rivals, 2,000 images", rivals(few) if few else []),
+        ("Rivals, two moons", rivals(some) if (some := [r for r in rows if r["part"] == "moons"]) else []),
         ("NLL of small data that had a say", grouped(some) if (some := [r for r in small if r in others]) else []),
         ("NLL of images that had a say", each(some) if (some := [r for r in large if r in others]) else []),
         ("Images, other measures", measures(large) if large else []),
@@ -278,13 +284,17 @@ def tables(rows: list[Row]) -> list[str]:
     return [text for title, body in made if body for text in (f"### {title}", "", *body, "")]
 
 
-def write(networks: list[Row]) -> None:
-    """The record, and its tables in the page. Rows of the record that have no lines here stay."""
-    old = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cpu_seconds": 0, "rows": []}
-    new, there = rows_of(networks), {row["name"] for row in old["rows"]}
-    names = {row["name"] for row in new}
-    rows = sorted([r for r in old["rows"] if r["name"] not in names] + new, key=lambda r: PARTS.index(r["part"]))
-    added = sum(one["seconds"]["cpu"] for one in networks if ", ".join(one["row"]) not in there)
+def fresh(one: Row, there: set[tuple[str, str, int]]) -> bool:
+    """Whether a line has something that the record has not: its time is counted then."""
+    return any((", ".join(one["row"]), c, one["seed"]) not in there for c in one["columns"])
+
+
+def write(lines: list[Row]) -> None:
+    """The record, and its tables in the page. What the record has stays, unless all its seeds were scored anew."""
+    old = recorded()
+    rows = rows_of(lines, old["rows"])
+    there = {(row["name"], c, seed) for row in old["rows"] for c in row["columns"] for seed in seeds_of(row, c)}
+    added = sum(one["seconds"]["cpu"] for one in lines if fresh(one, there))
     record = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions("torch", "lapwing")}
     count, cpu = sum(len(row["seeds"]) for row in rows), round(old["cpu_seconds"] + added)
     RESULTS.write_text(json.dumps({**record, "networks": count, "cpu_seconds": cpu, "rows": rows}, indent=1) + "\n")
@@ -298,20 +308,22 @@ def write(networks: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="images: the first two, or the first")
+    parser.add_argument("--seeds", nargs="+", type=int, help="in place of those of the record")
     parser.add_argument("--depth", nargs="+", type=int, choices=DEPTHS, default=DEPTHS, help="of ResNets")
     parser.add_argument("--images", type=int, default=2_500, help="of CIFAR-10, for curvature")
     parser.add_argument("--test", type=int, default=2_000, help="of CIFAR-10's test images, that are scored")
     parser.add_argument("--limit", type=int, help="networks, in this run")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="also what the record has")
     parser.add_argument("--table", action="store_true", help="no networks: the record and the page of what there is")
     args = parser.parse_args()
     if args.table:
         return write(stored())
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore", lw.errors.LapwingWarning)  # of tuning at the trained weights, which is meant
-    some = (tuple(args.seeds), tuple(args.depth), args.images, args.test)
-    runs([unit for part in args.part for unit in units(part, *some)], args.limit)
+    some = (tuple(args.depth), args.images, args.test)
+    todo = [unit for part in args.part for unit in units(part, tuple(args.seeds or SEEDS[part]), *some)]
+    runs(todo, args.limit, args.again)
 
 
 if __name__ == "__main__":

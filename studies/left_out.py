@@ -31,6 +31,7 @@ import pathlib
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ COLUMNS = (
     "or equal trace",
 )
 TEST, WIDTH, BATCH, STEPS, PATIENCE = 1000, 32, 32, 3000, 15
+Augment = Callable[[Tensor, torch.Generator], Tensor]
 GUARD = 0.7  # the least R²
 CONCENTRATIONS = (0.003, 0.01, 0.03, 0.1, 0.3)
 
@@ -113,19 +115,29 @@ def spoiled(y: Tensor, classes: int, generator: torch.Generator) -> Tensor:
     return torch.where(torch.rand(len(y), generator=generator) < 0.2, other, y)
 
 
-def trained(x: Tensor, y: Tensor, classes: int, regime: str, norm: bool, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+def trained(
+    x: Tensor, y: Tensor, classes: int, regime: str, norm: bool, seed: int, augment: Augment | None = None
+) -> tuple[nn.Module, Tensor, Tensor]:
     """A network in eval mode, and the examples that it was trained on; all in float64."""
     generator = torch.Generator().manual_seed(seed)
     y = spoiled(y, classes, generator) if regime == "noisy" else y
     torch.manual_seed(seed)
-    net, x, y = fitted(network(x.shape[1], classes, norm, regime == "dropout"), x, y, regime, generator)
+    net = network(x.shape[1], classes, norm, regime == "dropout")
+    net, x, y = fitted(net, x, y, regime, generator, augment=augment)
     return net.double(), x.double(), y
 
 
 def fitted(
-    net: nn.Module, x: Tensor, y: Tensor, regime: str, generator: torch.Generator, steps: int = STEPS
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    regime: str,
+    generator: torch.Generator,
+    steps: int = STEPS,
+    augment: Augment | None = None,
 ) -> tuple[nn.Module, Tensor, Tensor]:
-    """The network after that training, in eval mode, and the examples that it saw."""
+    """The network after that training, in eval mode, and the examples that it saw; augment: makes others of a batch's
+    inputs at each step."""
     held = len(x) // 5 if regime == "early" else 0
     (x, y), (x_held, y_held) = (x[held:], y[held:]), (x[:held], y[:held])
     kind, decay = torch.optim.AdamW if regime == "AdamW" else torch.optim.Adam, {"L2": 0.003, "AdamW": 0.1}
@@ -136,7 +148,8 @@ def fitted(
         for i in torch.randperm(len(x), generator=generator).split(BATCH):
             if len(i) >= 8:  # batch norm of fewer is noise
                 optimizer.zero_grad()
-                cross_entropy(net(x[i]), y[i], label_smoothing=0.1 if regime == "smooth" else 0.0).backward()
+                some = augment(x[i], generator) if augment else x[i]
+                cross_entropy(net(some), y[i], label_smoothing=0.1 if regime == "smooth" else 0.0).backward()
                 optimizer.step()
                 step += 1
                 if not held:

@@ -23,6 +23,7 @@ from lapwing.likelihoods import (
     Ignoring,
     KnownNoise,
     Likelihood,
+    LogRatio,
     Weighted,
 )
 from lapwing.predictive.own_data import training_nll
@@ -480,3 +481,13 @@ def test_classes_without_examples_are_told_by_the_doctor(labels: Tensor, outputs
 def test_a_concentration_is_one_positive_number(one: Any, epsilon: Any) -> None:
     with pytest.raises(InvalidValue, match="concentration"):
         one(epsilon)
+
+
+def test_the_direction_that_log_ratios_do_not_see_is_empty_in_float32_too() -> None:
+    """2,000 labels of 10 classes are 20,000 rows; their sum in float32 once left -2e-4 of the largest eigenvalue."""
+    y = torch.randint(10, (2000,), generator=seeded(0))
+    net = nn.Sequential(nn.Linear(3, 10))
+    la = lw.laplace(net, (torch.randn(2000, 3, generator=seeded(1)), y), LogRatio(), structure="kron")
+    root = LogRatio().curvature_root(torch.zeros(2000, 10).double(), y)
+    close(la.state.sums["0/B"][0, 0].double() / 2000, torch.einsum("nck,ndk->cd", root, root) / 2000, 1e-5)
+    la.tuned(center="map")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from helpers import backward_rows, close
 from lapwing.errors import InvalidValue, NotConverged, Unsupported
+from lapwing.variational.linearized import Dual, Primal, TangentBound
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -38,6 +39,19 @@ def test_it_is_the_posterior_and_its_bound_the_evidence_where_noise_is_gaussian(
     close(mine.f_mean, theirs.f_mean)
     close(mine.covariance, theirs.covariance)
     close(post.diagnostics.elbo, la.log_evidence())
+
+
+@pytest.mark.parametrize("form", [Primal, Dual])
+def test_both_forms_of_a_precision_are_that_of_dense_algebra(form: type[Primal | Dual]) -> None:
+    rows, b, a = random(4, 3, 7, seed=1), random(4, 2, 3, seed=2), random(7, seed=3).exp()
+    f, theta = torch.zeros(4, 3).double(), torch.zeros(7).double()
+    problem = TangentBound(lw.likelihoods.Categorical(), f, torch.zeros(4).long(), rows, theta, a, theta)
+    found, r = form(problem, b), torch.einsum("mqc,mcp->mqp", b, rows).flatten(0, 1)
+    dense = a.diag() + r.mT @ r
+    g = random(7, seed=4)
+    close(found.solve(g), torch.linalg.solve(dense, g))
+    close(found.log_ratio, torch.logdet(dense) - a.log().sum())
+    close(found.variances, rows @ torch.linalg.inv(dense) @ rows.mT)
 
 
 def hermite(k: int = 60) -> tuple[Tensor, Tensor]:

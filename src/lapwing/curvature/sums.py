@@ -24,6 +24,8 @@ from lapwing.errors import InvalidValue
 from lapwing.packing import Expected
 from lapwing.tangent import TangentModel
 
+ROWS = 512  # summed by one product of matrices, which in float32 adds them one by one
+
 
 def by_weight(g: Tensor, terms: int) -> list[Tensor]:
     """Cotangents cut by the curvature weight they belong to (the columns of the exact factor in turn)."""
@@ -116,8 +118,8 @@ def _add_outputs(total: Tensor, g: Tensor) -> None:
             matrices = mine.transpose(2, 3).flatten(0, 1)
             one += torch.bmm(matrices, matrices.mT).sum(0)
     else:
-        flat = g.flatten(0, 2).transpose(0, 1)  # (b, k n s, o)
-        total.baddbmm_(flat.mT, flat)
+        for some in g.flatten(0, 2).transpose(0, 1).split(ROWS, 1):  # (b, k n s, o)
+            total += some.mT @ some  # not added to by the product itself, which would add row by row
 
 
 class DenseSum(PartSum):

@@ -115,7 +115,6 @@ class Iterate(NamedTuple):
     bound: Tensor  # L, 0-dim
     score: Tensor  # E[∂ log p] (m, c)
     curvature: Tensor  # E[−∂² log p] (m, c, c)
-    precision: Any  # S⁻¹
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,25 +140,34 @@ class TangentBound:
         r = torch.einsum("mcq,mcp->mqp", psd_root(w), self.rows).flatten(0, 1)
         return r if len(r) <= r.shape[1] else torch.linalg.qr(r, mode="r").R
 
-    def at(self, mean: Tensor, w: Tensor) -> Iterate:
-        """The bound, and where it points."""
-        precision = _precision(self.root(w), self.a)
-        h = self.f + self.rows @ (mean - self.theta)
-        v = torch.cat([linalg.covariance(precision, some) for some in self.rows.split(64)])
+    @cached_property
+    def gram(self) -> Tensor:
+        """K = J A⁻¹ Jᵀ (m·c, m·c)."""
+        rows = self.rows.flatten(0, 1)
+        return rows / self.a @ rows.mT
+
+    def precision(self, w: Tensor) -> Primal | Dual:
+        """S⁻¹, in the form that is smaller."""
+        return (Dual if self.rows[..., 0].numel() < self.rows.shape[2] else Primal)(self, psd_root(w).mT)
+
+    def at(self, mean: Tensor, w: Tensor, precision: Primal | Dual | None = None) -> Iterate:
+        """The bound, and where it points. precision: that of w, where it is known."""
+        precision = precision or self.precision(w)
+        h, v = self.f + self.rows @ (mean - self.theta), precision.variances
         integral = Integral(self.likelihood, Normal(h, v))
         fit = integral.over(lambda one, some, rows: some.average(self._log_prob(one, some, rows)))
         score = integral.over(lambda one, some, rows: some.average(one.gradient(some.f, self._y(some, rows))))
         curvature = integral.over(self._curvature)
-        price = (self.a * (mean - self.m0).square()).sum() + linalg.logdet(precision) - self.a.log().sum()
+        price = (self.a * (mean - self.m0).square()).sum() + precision.log_ratio
         kl = 0.5 * (price - torch.einsum("mab,mab->", w, v))
-        return Iterate(mean, w, fit.sum() - kl, score, curvature, precision)
+        return Iterate(mean, w, fit.sum() - kl, score, curvature)
 
     def towards(self, here: Iterate, t: float) -> Iterate:
         """A part t of the way."""
         gradient = torch.einsum("mc,mcp->p", here.score, self.rows) - self.a * (here.mean - self.m0)
         w = torch.lerp(here.w, here.curvature, t)
-        newton = linalg.solve(_precision(self.root(w), self.a), gradient.unsqueeze(0))[0]
-        return self.at(here.mean + t * newton, w)
+        precision = self.precision(w)
+        return self.at(here.mean + t * precision.solve(gradient), w, precision)
 
     def _y(self, some: Nodes, rows: Tensor) -> Tensor:
         return self.y[rows].expand(len(some.f), len(rows), *self.y.shape[1:])
@@ -170,7 +178,81 @@ class TangentBound:
 
     def _curvature(self, likelihood: Any, some: Nodes, rows: Tensor) -> Tensor:
         root = likelihood.scaled_root(some.f.flatten(0, 1), self._y(some, rows).flatten(0, 1))
-        return some.average((root @ root.mT).reshape(*some.f.shape, -1))
+        root = root.reshape(*some.f.shape, -1) * (0.5 * some.log_weight).exp()[..., None, None]  # (s, n, c, q)
+        root = root.permute(1, 2, 0, 3).flatten(2)
+        return root @ root.mT
+
+
+@dataclass(frozen=True, eq=False)
+class Primal:
+    """S⁻¹ = A + JᵀWJ (p, p), with W = BᵀB."""
+
+    problem: TangentBound
+    b: Tensor  # B (m, q, c)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """Its Cholesky factor."""
+        r = (self.b @ self.problem.rows).flatten(0, 1)
+        h = r.mT @ r
+        return linalg.cholesky(h.diagonal_scatter(h.diagonal() + self.problem.a))[0]
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log|S⁻¹| − log|A|."""
+        return 2 * self.factor.diagonal().log().sum() - self.problem.a.log().sum()
+
+    @property
+    def variances(self) -> Tensor:
+        """V_n = J_n S J_nᵀ (m, c, c)."""
+        return torch.cat([self._variances(some) for some in self.problem.rows.split(64)])
+
+    def _variances(self, rows: Tensor) -> Tensor:
+        half = torch.linalg.solve_triangular(self.factor, rows.flatten(0, 1).mT, upper=False).mT.reshape(rows.shape)
+        return half @ half.mT
+
+    def solve(self, g: Tensor) -> Tensor:
+        """S g, (p,)."""
+        return torch.cholesky_solve(g.unsqueeze(1), self.factor)[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """The same by M = I + B K Bᵀ (m·q, m·q): S = A⁻¹ − A⁻¹ JᵀBᵀ M⁻¹ B J A⁻¹."""
+
+    problem: TangentBound
+    b: Tensor  # B (m, q, c)
+
+    @cached_property
+    def product(self) -> Tensor:
+        """B K (m·q, m·c)."""
+        return (self.b @ self.problem.gram.unflatten(0, self.b.shape[::2])).flatten(0, 1)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """Of M, by Cholesky."""
+        m = torch.einsum("rmc,mqc->rmq", self.product.unflatten(1, self.b.shape[::2]), self.b).flatten(1)
+        return linalg.cholesky(m.diagonal_scatter(m.diagonal() + 1))[0]
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log|S⁻¹| − log|A|."""
+        return 2 * self.factor.diagonal().log().sum()
+
+    @property
+    def variances(self) -> Tensor:
+        """V_n = J_n S J_nᵀ (m, c, c)."""
+        shape = self.b.shape[::2]  # m, c
+        half = torch.linalg.solve_triangular(self.factor, self.product, upper=False).unflatten(1, shape)
+        own = self.problem.gram.unflatten(1, shape).unflatten(0, shape).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        return own - torch.einsum("rma,rmb->mab", half, half)
+
+    def solve(self, g: Tensor) -> Tensor:
+        """S g, (p,)."""
+        rows, a = self.problem.rows, self.problem.a
+        seen = (self.b @ (rows @ (g / a)).unsqueeze(2)).flatten(0, 1)  # (m·q, 1)
+        back = self.b.mT @ torch.cholesky_solve(seen, self.factor).reshape(*self.b.shape[:2], 1)  # (m, c, 1)
+        return (g - back.flatten() @ rows.flatten(0, 1)) / a
 
 
 def _precision(root: Tensor, a: Tensor) -> Any:
