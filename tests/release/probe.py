@@ -37,9 +37,11 @@ def normal(name: str) -> str:
 
 
 def modules_of(packages: set[str]) -> list[str]:
-    """The modules of those that are installed here: a marker may leave one out."""
+    """The modules of those that are installed here: a marker may leave one out, and a package may list folders (docs,
+    tutorials) that its wheel has not."""
     table = packages_distributions()
-    return sorted(m for m, homes in table.items() if {normal(h) for h in homes} & packages and m[0] not in "_.")
+    named = (m for m, homes in table.items() if {normal(h) for h in homes} & packages and m[0] not in "_.")
+    return sorted(m for m in named if importlib.util.find_spec(m) is not None)
 
 
 def commands() -> list[str]:
