@@ -376,3 +376,13 @@ def test_what_cannot_be_had_raises_by_name() -> None:
         la.log_marginal_likelihood(sigma_noise=torch.tensor(0.2))
     with pytest.warns(LapwingWarning, match="damping=True has no effect"):
         Laplace(model, "regression", "all", "kron", damping=True)
+
+
+def test_draws_of_a_singular_variance_have_it() -> None:
+    """Few weights under many outputs: laplace-torch's Cholesky root fails."""
+    from lapwing.compat.laplace_torch.predicting import normal_samples
+
+    root = torch.randn(4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    var, mean = root @ root.mT, torch.zeros(4, 3, dtype=torch.float64)
+    drawn = normal_samples(mean, var, 200_000, torch.Generator().manual_seed(1))
+    assert torch.allclose(torch.einsum("snc,snd->ncd", drawn, drawn) / len(drawn), var, atol=0.05 * float(var.max()))

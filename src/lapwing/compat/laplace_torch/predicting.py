@@ -17,13 +17,15 @@ from torch import Tensor
 from lapwing.compat.laplace_torch.utils.enums import Likelihood, LinkApprox, PredType
 from lapwing.errors import InvalidValue
 from lapwing.likelihoods import Categorical
+from lapwing.outputs.points import psd_root
 from lapwing.predictive.link import closed_form
 
 
 def normal_samples(mean: Tensor, var: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draws (s, n, c) of normals with mean (n, c) and variance (n, c) or (n, c, c); all inputs share the noise."""
+    """Draws (s, n, c) of normals with mean (n, c) and variance (n, c) or (n, c, c); all inputs share the noise.
+    A variance may be singular, as that of a few weights under many outputs is."""
     noise = torch.randn(mean.shape[-1], n_samples, generator=generator, dtype=mean.dtype, device=mean.device)
-    root = torch.diag_embed(var.sqrt()) if var.shape == mean.shape else torch.linalg.cholesky(var)
+    root = torch.diag_embed(var.sqrt()) if var.shape == mean.shape else psd_root(var)
     return (mean.unsqueeze(-1) + root @ noise).permute(2, 0, 1)
 
 
