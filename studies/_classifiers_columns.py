@@ -22,7 +22,7 @@ and of some seeds, rivals that a user could choose as well, each kron, about the
     mixture       the same, predict(x, mean="mixture")
     validation    tuned(method="validation", data=...) of "dirichlet", by the labels that *temperature* has; on small
                   data by the network that saw four fifths, whose λ and temperature the network that saw all is given
-    variational   lw.variational.tangent of "categorical", λ the best of PRECISIONS by its bound; about its own mean
+    variational   lw.variational.tangent of "categorical", λ the power of ten of the best bound; about its own mean
 
 The default has λ and the curvature of "dirichlet", so these two share one fit. n test inputs, c classes, m unknown.
 """
@@ -48,7 +48,6 @@ LABELLED = "labelled"
 RIVALS = ("log-ratio", "g-prior", "views", "process", "mixture", "validation", "variational")
 FEWER = tuple(c for c in COLUMNS if c not in ("softmax", "layerwise"))  # where networks or data are large
 EPSILON = 0.01  # of the process
-PRECISIONS = (0.1, 1.0, 10.0)
 BOUND = 1e-6  # relative, at which steps towards it end
 LAST = {"structure": "kron", "subset": "last_layer"}
 JOINT, PIECE, KAPPA = 240, 30, 5  # test inputs whose labels are predicted together, in pieces; anchors of a set
@@ -249,13 +248,25 @@ def validated(problem: Problem, held: Held) -> tuple[lw.Laplace, Problem, dict[s
 
 
 def variational(problem: Problem) -> tuple[Any, Problem, dict[str, float]]:
-    """Of the precision with the largest bound."""
+    """Of the power of ten whose bound is above those beside it."""
 
-    def fit(precision: float) -> Any:
-        return lw.variational.tangent(problem.net, problem.train, "categorical", prior=precision, tolerance=BOUND)
+    def fit(power: int) -> Any:
+        return lw.variational.tangent(problem.net, problem.train, "categorical", prior=10.0**power, tolerance=BOUND)
 
-    tune, fits = clocks(lambda: [fit(precision) for precision in PRECISIONS])
-    return max(fits, key=lambda post: float(post.diagnostics.elbo)), problem, {"tune": tune["cpu"]}
+    def climbed() -> Any:
+        best, at = fit(0), 0
+        for step in (-1, 1):
+            while at * step >= 0 and elbo(other := fit(at + step)) > elbo(best):
+                best, at = other, at + step
+        return best
+
+    tune, best = clocks(climbed)
+    return best, problem, {"tune": tune["cpu"]}
+
+
+def elbo(post: Any) -> float:
+    """The lower bound of log p(D)."""
+    return float(post.diagnostics.elbo)
 
 
 def _of(problem: Problem, likelihood: Any, **options: Any) -> tuple[lw.Laplace, Problem, dict[str, float]]:

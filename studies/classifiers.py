@@ -297,7 +297,9 @@ def write(lines: list[Row]) -> None:
     added = sum(one["seconds"]["cpu"] for one in lines if fresh(one, there))
     record = {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions("torch", "lapwing")}
     count, cpu = sum(len(row["seeds"]) for row in rows), round(old["cpu_seconds"] + added)
-    RESULTS.write_text(json.dumps({**record, "networks": count, "cpu_seconds": cpu, "rows": rows}, indent=1) + "\n")
+    head = json.dumps({**record, "networks": count, "cpu_seconds": cpu}, indent=1).removesuffix("\n}")
+    body = ",\n".join(map(json.dumps, rows))  # a row a line
+    RESULTS.write_text(f'{head},\n "rows": [\n{body}\n ]\n}}\n')
     before, _, rest = PAGE.read_text().partition("<!-- tables -->\n")
     after = rest.partition("<!-- end of tables -->\n")[2]
     text = "\n".join(tables(rows)).rstrip("\n") + "\n"
